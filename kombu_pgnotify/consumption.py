@@ -1,0 +1,302 @@
+"""Consumption: which queues to look at, when, for whom, and what is waiting for delivery."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Protocol
+
+from .broker import Broker
+from .claims import ClaimCursor, Outlook
+from .keeper import Lease, Outcome
+from .qos import flush
+from .store import RELEASED, Claimed, channel_of
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two checks of a busy queue for held messages that have become due.
+PROMOTE_EVERY = 1.0
+
+#: Seconds to wait when the database said that something is there and it could not be got.
+AGAIN_SOON = 0.05
+
+#: Share by which polls are spread, so that workers started together do not poll together.
+JITTER = 0.2
+
+#: Kept with a dead letter that was delivered too often.
+ATTEMPTS_USED_UP = "attempts used up"
+
+
+class Credit(Protocol):
+    """What a channel's QoS says about how much it takes."""
+
+    def can_consume(self) -> bool: ...
+
+    def can_consume_max_estimate(self) -> int | None: ...
+
+
+class Consumer:
+    """One ``basic_consume``: where messages of a queue go."""
+
+    __slots__ = ("active", "credit", "deliver", "no_ack", "queue")
+
+    def __init__(
+        self,
+        queue: str,
+        no_ack: bool,
+        credit: Callable[[], Credit],
+        deliver: Callable[[Claimed, Lease | None], None],
+    ) -> None:
+        self.queue = queue
+        self.no_ack = no_ack
+        self.credit = credit
+        self.deliver = deliver
+        self.active = True
+
+
+class _Watch:
+    """What is known about one queue."""
+
+    __slots__ = ("channel", "cursor", "look_at", "promote_at", "queue", "seen_empty")
+
+    def __init__(self, queue: str, channel: str) -> None:
+        self.queue = queue
+        self.channel = channel
+        self.cursor = ClaimCursor()
+        self.look_at = 0.0  # monotonic time of the next look
+        self.promote_at = 0.0
+        self.seen_empty = False
+
+
+class Consumption:
+    """Claims for the consumers of one kombu connection and hands messages over, one by one.
+
+    Used by one thread at a time, except for :meth:`cancel`, :meth:`credit_regained` and
+    the listener's calls, which take no lock and do no I/O.
+
+    Arguments:
+        broker: this process's broker.
+        waker: woken when there may be something to do.
+    """
+
+    def __init__(self, broker: Broker, wake: Callable[[], None]) -> None:
+        self._broker = broker
+        self._wake = wake
+        self._consumers: dict[str, list[Consumer]] = {}
+        self._watches: dict[str, _Watch] = {}
+        self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
+        self._news: deque[tuple[str | None, bool]] = deque()
+        self._turn = itertools.count()
+        self._blocked = False
+
+    @property
+    def active(self) -> bool:
+        """True while anybody consumes."""
+        return bool(self._consumers)
+
+    def add(self, consumer: Consumer) -> None:
+        """Start consuming: look at once, and listen."""
+        queue = consumer.queue
+        self._consumers[queue] = [*self._consumers.get(queue, ()), consumer]
+        if queue not in self._watches:
+            channel = channel_of(self._broker.options.schema, queue)
+            self._watches[queue] = _Watch(queue, channel)
+            self._listen()
+        self._watches[queue].look_at = 0.0
+        self._wake()
+
+    def cancel(self, consumer: Consumer) -> None:
+        """Stop consuming; what was claimed and not delivered is released by the keeper."""
+        consumer.active = False
+        queue = consumer.queue
+        left = [other for other in self._consumers.get(queue, ()) if other is not consumer]
+        if left:
+            self._consumers[queue] = left
+        else:
+            self._consumers.pop(queue, None)
+            self._watches.pop(queue, None)
+            if not self._watches:
+                self._broker.listener.unsubscribe(self)
+        self._release_undelivered()
+
+    def close(self) -> None:
+        """Forget all consumers; what was claimed and not delivered is released."""
+        for consumer in list(itertools.chain.from_iterable(self._consumers.values())):
+            self.cancel(consumer)
+        self._broker.listener.unsubscribe(self)
+
+    def credit_regained(self) -> None:
+        """A message was settled: if the limit held us back, look again at once."""
+        if self._blocked:
+            self._wake()
+
+    # -- Subscriber: called by the listener's thread
+
+    def notified(self, channel: str, payload: str) -> None:
+        self._news.append((channel, payload == RELEASED))
+        self._wake()
+
+    def resync(self, channels: frozenset[str]) -> None:
+        self._news.extend((channel, True) for channel in channels)
+        self._wake()
+
+    # -- The consuming thread
+
+    def deliver_one(self, *, one_by_one: bool) -> bool:
+        """Hand over one message, claiming if none is waiting; False if there is none now.
+
+        Arguments:
+            one_by_one: the caller may stop after any message: take no more than one of
+                those that are gone from the table once taken.
+        """
+        self._absorb_news()
+        while True:
+            while self._buffer:
+                consumer, row, lease = self._buffer.popleft()
+                if consumer.active:
+                    consumer.deliver(row, lease)
+                    return True
+                self._give_back(lease)
+            if not self._fetch_somewhere(one_by_one):
+                return False
+
+    @property
+    def waiting(self) -> bool:
+        """True if a claimed message waits for delivery."""
+        return bool(self._buffer)
+
+    def next_look(self) -> float | None:
+        """Return in how many seconds to look again; None: only when woken."""
+        times = [w.look_at for w in self._watches.values() if self._taker(w.queue) is not None]
+        return max(0.0, min(times) - monotonic()) if times else None
+
+    def _listen(self) -> None:
+        if self._broker.options.notify:
+            channels = [watch.channel for watch in self._watches.values()]
+            self._broker.listener.subscribe(self, channels)
+
+    def _absorb_news(self) -> None:
+        while self._news:
+            channel, from_start = self._news.popleft()
+            for watch in self._watches.values():
+                if watch.channel == channel:
+                    watch.look_at = 0.0
+                    watch.seen_empty = False
+                    if from_start:
+                        watch.cursor.look_from_start()
+
+    def _fetch_somewhere(self, one_by_one: bool) -> bool:
+        """Look at the queues that are due, in turn, until one gave something."""
+        watches = list(self._watches.values())
+        start = next(self._turn)
+        self._blocked = False
+        for n in range(len(watches)):
+            watch = watches[(start + n) % len(watches)]
+            if watch.look_at > monotonic():
+                continue
+            taker = self._taker(watch.queue)
+            if taker is None:
+                self._blocked = True
+            elif self._look(watch, taker, one_by_one):
+                return True
+        return False
+
+    def _taker(self, queue: str) -> Consumer | None:
+        """Return a consumer of `queue` that takes more, each getting its turn."""
+        consumers = self._consumers.get(queue, [])
+        for n in range(len(consumers)):
+            if consumers[n].credit().can_consume():
+                if n + 1 < len(consumers):
+                    self._consumers[queue] = consumers[n + 1 :] + consumers[: n + 1]
+                return consumers[n]
+        return None
+
+    def _look(self, watch: _Watch, taker: Consumer, one_by_one: bool) -> bool:
+        """Claim from one queue for `taker`; True if something came."""
+        now = monotonic()
+        if watch.seen_empty or now >= watch.promote_at:
+            self._promote(watch, now)
+            if watch.look_at > now:
+                return False
+        limit = self._broker.options.max_batch
+        credit = taker.credit().can_consume_max_estimate()
+        if credit is not None:
+            limit = max(1, min(limit, credit))
+        if taker.no_ack and one_by_one:
+            limit = 1
+        rows = self._claim(watch, taker, limit)
+        self._buffer.extend(rows)
+        return bool(rows)
+
+    def _promote(self, watch: _Watch, now: float) -> None:
+        """Make due messages ready; after an empty claim also plan the next look."""
+        store, watch.promote_at = self._broker.store, now + PROMOTE_EVERY
+        if not watch.seen_empty:
+            if store.promote(watch.queue):
+                watch.cursor.look_from_start()
+            return
+        poll = self._broker.options.poll_every * random.uniform(1 - JITTER, 1)
+        seconds = store.next_look(watch.queue)
+        watch.seen_empty = False
+        if seconds is None or seconds > 0:
+            watch.look_at = monotonic() + min(poll, poll if seconds is None else seconds)
+            return
+        # Due, or expired: take it now, or soon where somebody else is at it.
+        watch.cursor.look_from_start()
+        if not store.promote(watch.queue):
+            watch.look_at = now + AGAIN_SOON
+
+    def _claim(
+        self, watch: _Watch, taker: Consumer, limit: int
+    ) -> list[tuple[Consumer, Claimed, Lease | None]]:
+        broker, started = self._broker, monotonic()
+        ranges = watch.cursor.next_ranges(started)
+        if taker.no_ack:
+            rows = broker.store.take(watch.queue, ranges, limit)
+            leases: list[Lease | None] = [None] * len(rows)
+        else:
+            rows = broker.store.claim(watch.queue, ranges, limit, broker.worker)
+            leases = [*broker.keeper.hold(watch.queue, rows, started)]
+        now = monotonic()
+        outlook = watch.cursor.claimed([(r.rank, r.task_id) for r in rows], limit, started, now)
+        if outlook is Outlook.UNSURE:
+            watch.look_at = watch.cursor.due_from_start()
+        elif outlook is Outlook.EMPTY:
+            # First hand over what came; then ask when to look again.
+            watch.seen_empty = True
+        return [
+            (taker, row, lease)
+            for row, lease in zip(rows, leases, strict=True)
+            if not self._worn_out(row, lease)
+        ]
+
+    def _worn_out(self, row: Claimed, lease: Lease | None) -> bool:
+        """Make a message that was delivered too often a dead letter."""
+        limit = self._broker.options.max_attempts
+        if limit is None or lease is None or row.attempts <= limit:
+            return False
+        logger.error(
+            "message.dead_lettered task_id=%d queue=%r: %s (%d)",
+            row.task_id, lease.queue, ATTEMPTS_USED_UP, limit,
+        )
+        self._broker.keeper.settle(lease, Outcome.DEAD_LETTERED, ATTEMPTS_USED_UP)
+        flush(self._broker.keeper)
+        return True
+
+    def _give_back(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self._broker.keeper.settle(lease, Outcome.RELEASED)
+            self._broker.keeper.hurry()
+
+    def _release_undelivered(self) -> None:
+        """Give back what waits for consumers that are gone, keeping the others' order."""
+        for _ in range(len(self._buffer)):
+            entry = self._buffer.popleft()
+            if entry[0].active:
+                self._buffer.append(entry)
+            else:
+                self._give_back(entry[2])

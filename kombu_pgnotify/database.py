@@ -1,0 +1,252 @@
+"""Database: one pool per process and broker, and the mapping of errors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+from sqlalchemy import event, exc as sqlalchemy_errors
+from sqlalchemy.pool import QueuePool
+
+from . import schema, sql
+from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
+from .options import Options
+from .session import Call, Rows, Session
+
+logger = logging.getLogger(__name__)
+
+#: Connections a process may open beyond `pool_size` while all are in use: as many
+#: as kombu lets publish at once (broker_pool_limit).
+OVERFLOW = 10
+
+#: Seconds to wait for one of them.
+POOL_PATIENCE = 10.0
+
+#: Seconds that the server's own statement_timeout is given before we stop waiting for
+#: its answer, so that the server's clearer error wins where there is one …
+GRACE = 5.0
+
+#: … and the whole patience where statement_timeout is switched off.
+PATIENCE_WITHOUT_TIMEOUT = 30.0
+
+#: How soon TCP finds a dead peer: 30 + 3 x 10 seconds idle, 30 seconds with data unsent.
+_TCP = {
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+
+#: SQLSTATEs that say our tables are not there (any more): look again at the next connect.
+_SCHEMA_GONE = ("42P01", "3F000", "42883")
+
+#: SQLSTATE classes and codes where trying again may help: connection, transaction
+#: rollback, resources, operator intervention, system; read-only, lock not available,
+#: object in use.
+_RETRY_CLASSES = ("08", "40", "53", "57", "58", "XX")
+_RETRY_CODES = ("25006", "25P03", "55P03", "55006")
+
+#: SQLSTATEs of a refused login or a missing database.
+_REFUSED_CODES = ("28000", "28P01", "3D000")
+
+
+class Database:
+    """What one process holds of one broker: its connections and its error mapping.
+
+    No I/O happens before the first use.  Not to be used after a fork: see
+    :mod:`kombu_pgnotify.broker`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.statements = sql.statements(options.schema)
+        self.pid = os.getpid()
+        self._users = 0
+        self._lock = threading.Lock()
+        self._verified = False
+        self._reached = False
+        self._pool = self._new_pool()
+
+    def acquire(self) -> None:
+        """Count one more user and make sure the server and the schema can serve it.
+
+        Raises:
+            DatabaseUnavailable: not now.
+            ConfigurationError: not without somebody's help.
+        """
+        with self.session() as session:
+            if self._verified:
+                session.run((self.statements["ping"], ()))
+            else:
+                schema.ensure(session, self.options.schema, create=self.options.create_schema)
+                self._verified = True
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """Count one user less; with the last one the idle connections are closed."""
+        with self._lock:
+            self._users -= 1
+            idle = self._users <= 0
+        if idle:
+            self._pool.dispose()
+
+    def run(self, *calls: Call) -> list[Rows]:
+        """Run calls in one round trip, each in its own transaction, on a pooled session."""
+        with self.session() as session:
+            return session.run(*calls)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Session]:
+        """Lend a pooled session; driver errors leave as ours.
+
+        Raises:
+            DatabaseUnavailable, StatementFailed, ConfigurationError: see there.
+        """
+        with self.mapped_errors():
+            fairy = self._pool.connect()
+            session: Session = fairy.dbapi_connection  # type: ignore[assignment]
+            try:
+                yield session
+            finally:
+                if session.closed or self._users <= 0:
+                    # Lost, or nobody is left who would close it later.
+                    fairy.invalidate()
+                fairy.close()
+
+    def open(self) -> Session:
+        """Open a connection outside the pool; the caller closes it.
+
+        Raises:
+            DatabaseUnavailable, ConfigurationError: see there.
+        """
+        with self.mapped_errors():
+            return self._connect()
+
+    def close(self) -> None:
+        """Close every idle connection."""
+        self._pool.dispose()
+
+    def _new_pool(self) -> QueuePool:
+        pool = QueuePool(
+            self._connect,  # type: ignore[arg-type]
+            pool_size=self.options.pool_size,
+            max_overflow=OVERFLOW,
+            timeout=POOL_PATIENCE,
+            use_lifo=True,
+            # A session is in autocommit: there is nothing to roll back.
+            reset_on_return=None,
+        )
+        event.listen(pool, "checkout", _refuse_stale)
+        return pool
+
+    def _connect(self) -> Session:
+        options = self.options
+        connection = psycopg.connect(autocommit=True, **self._conninfo())
+        self._reached = True
+        patience = options.statement_timeout + GRACE
+        if not options.statement_timeout:
+            patience = PATIENCE_WITHOUT_TIMEOUT
+        return Session(connection, patience, options.prepared_statements)
+
+    def _conninfo(self) -> dict[str, Any]:
+        """libpq's keywords: ours, overridden by the user's."""
+        options = self.options
+        info: dict[str, Any] = {
+            **_TCP,
+            "client_encoding": "UTF8",
+            "target_session_attrs": "read-write",
+            "connect_timeout": max(2, round(options.connect_timeout)),
+            "application_name": options.application_name or _application_name(),
+            **options.target.params,
+        }
+        if options.statement_timeout:
+            limit = round(options.statement_timeout * 1000)
+            # The user's own -c settings come last and win.
+            info["options"] = f"-c statement_timeout={limit} {info.get('options', '')}".strip()
+        password = options.target.password
+        if options.password_source is not None:
+            password = options.password_source()
+        if password is not None:
+            info["password"] = str(password)
+        return info
+
+    @contextlib.contextmanager
+    def mapped_errors(self) -> Iterator[None]:
+        """The one place where driver errors become ours."""
+        try:
+            yield
+        except PgnotifyError:
+            raise
+        except psycopg.Error as exc:
+            raise self._translate(exc) from exc
+        except sqlalchemy_errors.TimeoutError as exc:
+            raise DatabaseUnavailable(
+                f"all {self.options.pool_size + OVERFLOW} connections of this process are in use "
+                f"and none came free within {POOL_PATIENCE:g} seconds"
+            ) from exc
+        except sqlalchemy_errors.InvalidRequestError as exc:
+            raise DatabaseUnavailable("the pooled connections were lost") from exc
+        except UnicodeEncodeError as exc:
+            raise StatementFailed(
+                f"a queue name cannot be written in UTF-8: {exc.object!r}"
+            ) from exc
+
+    def _translate(self, exc: psycopg.Error) -> PgnotifyError:
+        state = exc.sqlstate or ""
+        where = self.options.target.describe()
+        reason = _first_line(exc)
+        if state in _SCHEMA_GONE:
+            self._verified = False
+            return DatabaseUnavailable(
+                f"schema {self.options.schema!r} is incomplete or gone on {where}: {reason}"
+            )
+        if state == "42501":
+            return ConfigurationError(
+                f"a right is missing on {where}: {reason}; "
+                f"grant it on schema {self.options.schema!r} (see the README, Rights)"
+            )
+        if self._refused(state, reason) and not self._reached:
+            return ConfigurationError(f"{where} refuses the login: {reason}")
+        if state == "57014":
+            return DatabaseUnavailable(
+                f"{where} did not finish a statement within statement_timeout "
+                f"({self.options.statement_timeout:g} s): {reason}"
+            )
+        if not state or state.startswith(_RETRY_CLASSES) or state in _RETRY_CODES:
+            return DatabaseUnavailable(f"{where} cannot serve us: {reason}")
+        if self._refused(state, reason):
+            return DatabaseUnavailable(f"{where} refuses the login now: {reason}")
+        return StatementFailed(f"{where} refused a statement: {reason}")
+
+    @staticmethod
+    def _refused(state: str, reason: str) -> bool:
+        """True for a wrong password, role or database: libpq gives only text for these."""
+        signs = ("password authentication failed", "no password supplied", "does not exist",
+                 "no pg_hba.conf entry", "is not permitted to log in", "invalid connection option",
+                 "service file", "definition of service", "certificate verify failed",
+                 "server does not support SSL", "invalid sslmode", "root certificate file")
+        return state in _REFUSED_CODES or any(sign in reason for sign in signs)
+
+
+def _refuse_stale(session: Session, record: Any, proxy: Any) -> None:
+    """Pool hook: a session the server has closed meanwhile is replaced, not lent."""
+    if session.looks_stale():
+        raise sqlalchemy_errors.DisconnectionError
+
+
+def _first_line(exc: psycopg.Error) -> str:
+    """Return what the driver says, on one line and without its hints about TCP/IP."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("Is the server", "HINT:", "LINE "))]
+    return "; ".join(kept[:3]) or type(exc).__name__
+
+
+def _application_name() -> str:
+    return f"kombu_pgnotify@{socket.gethostname()[:32]}:{os.getpid()}"

@@ -1,0 +1,64 @@
+"""Envelopes: a kombu message as a row's two columns and back.
+
+The envelope is ASCII JSON of everything but the body, so that NUL and lone surrogates
+in headers survive any database encoding; the body is kept byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kombu.utils import json as kombu_json
+
+from .store import Claimed
+
+#: ``body_encoding`` of a body that is text, and of one that is bytes.
+TEXT, BINARY = "utf-8", "binary"
+
+#: What kombu's JSON writes where plain JSON has no type (dates, UUIDs, bytes …).
+_TYPED = '"__type__"'
+
+#: Text bodies may hold lone surrogates.
+_SURROGATES = "surrogatepass"
+
+
+class Unreadable(ValueError):
+    """A row that is no message: somebody's INSERT went wrong."""
+
+
+def pack(message: dict[str, Any]) -> tuple[str, bytes]:
+    """Return a message's envelope and payload."""
+    body = message["body"]
+    envelope = {key: value for key, value in message.items() if key != "body"}
+    payload = body.encode("utf-8", _SURROGATES) if isinstance(body, str) else bytes(body or b"")
+    return kombu_json.dumps(envelope), payload
+
+
+def unpack(row: Claimed) -> dict[str, Any]:
+    """Return the message of a row, with this delivery's own tag.
+
+    Raises:
+        Unreadable: the envelope is no JSON object with headers and properties.
+    """
+    try:
+        loads = kombu_json.loads if _TYPED in row.envelope else json.loads
+        message = loads(row.envelope)
+        properties = message["properties"]
+        message.setdefault("headers", {})
+        info = properties.setdefault("delivery_info", {})
+        properties["delivery_tag"] = f"{row.task_id}.{row.delivery}"
+        info.setdefault("exchange", "")
+        info.setdefault("routing_key", "")
+        if row.attempts > 1:
+            info["redelivered"] = True
+        message["body"] = _body(row.payload, properties.get("body_encoding"))
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise Unreadable(f"{type(exc).__name__}: {exc}") from exc
+    return message  # type: ignore[no-any-return]
+
+
+def _body(payload: bytes, encoding: str | None) -> str | bytes:
+    if encoding in (None, BINARY):
+        return payload
+    return payload.decode("utf-8", _SURROGATES)

@@ -1,0 +1,120 @@
+"""The transport's part in kombu's event loop (the hub)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from .consumption import Consumption
+from .keeper import LeaseKeeper
+from .waker import Waker
+
+
+class HubLink:
+    """Claims, delivers and settles once per iteration of a hub.
+
+    An iteration runs call_soon callbacks (Celery's acks), timers, on_tick (ours), then
+    waits for file descriptors.  So acks made in it go to the server just before the claim
+    that their credit allows.  The hub may be reset under us at any time, and others may
+    drain the same connection synchronously: nothing here depends on having been called.
+
+    Arguments:
+        loop: kombu's Hub.
+        consumption: what to consume.
+        keeper: settles.
+        waker: readable when there is something to do.
+    """
+
+    def __init__(
+        self, loop: Any, consumption: Consumption, keeper: LeaseKeeper, waker: Waker
+    ) -> None:
+        self._loop = loop
+        self._consumption = consumption
+        self._keeper = keeper
+        self._waker = waker
+        self._pid = os.getpid()
+        self._thread: int | None = None
+        self._timer: Any = None
+        self._timer_due = 0.0
+        loop.on_tick.add(self.tick)
+        loop.on_close.add(self.stopped)
+
+    def settles_soon(self) -> bool:
+        """True if the calling thread's acks will be settled within its loop's iteration."""
+        return self._thread == threading.get_ident() and self._consumption.active
+
+    def tick(self) -> None:
+        """One iteration's work.
+
+        Raises:
+            DatabaseUnavailable: Celery reconnects.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._thread = threading.get_ident()
+        self._watch_waker()
+        if self._keeper.pending:
+            self._keeper.flush()
+        delivered = False
+        while self._consumption.deliver_one(one_by_one=False):
+            delivered = True
+            if not self._consumption.waiting:
+                break
+        if delivered:
+            # The hub does not shorten its wait for acks that deliveries have just queued
+            # (call_soon from its own thread), nor for a queue that has more.
+            self._waker.wake()
+        else:
+            self._plan_next_look()
+
+    def stopped(self, _hub: Any) -> None:
+        """The hub is being reset or closed: from now on acks go at once."""
+        self._thread = None
+
+    def close(self) -> None:
+        """Take everything of ours out of the hub."""
+        self.stopped(None)
+        self._loop.on_tick.discard(self.tick)
+        self._loop.on_close.discard(self.stopped)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        fd = self._waker.fileno()
+        if self._is_ours(self._loop.readers.get(fd)):
+            self._loop.remove_reader(fd)
+
+    def _watch_waker(self) -> None:
+        """Put the waker into the poller; a reset hub has forgotten it."""
+        fd = self._waker.fileno()
+        if not self._is_ours(self._loop.readers.get(fd)):
+            self._loop.add_reader(fd, self._woken)
+
+    def _is_ours(self, entry: tuple[Callable[..., Any], Any] | None) -> bool:
+        # File descriptors are reused: one of the same number may be somebody else's.
+        return entry is not None and entry[0] == self._woken
+
+    def _woken(self) -> None:
+        # The next iteration's tick does the work.
+        self._waker.drain()
+
+    def _plan_next_look(self) -> None:
+        """Have the hub wake up in time for the next look."""
+        seconds = self._consumption.next_look()
+        if seconds is None:
+            return
+        due = monotonic() + seconds
+        if self._timer is not None:
+            if self._timer_due <= due:
+                # Too early does no harm: it looks, and plans anew.
+                return
+            self._timer.cancel()
+        self._timer, self._timer_due = self._loop.call_later(seconds, self._look), due
+        # This iteration's wait was computed before the timer existed.
+        self._waker.wake()
+
+    def _look(self) -> None:
+        # Fired before on_tick of the same iteration: tick does the work.
+        self._timer = None

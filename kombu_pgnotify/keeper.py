@@ -1,0 +1,275 @@
+"""Lease keeper: what this process holds, renewed while it lasts and settled in batches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from time import monotonic
+from typing import NamedTuple
+
+from .errors import PgnotifyError
+from .store import Claimed, Fence, MessageStore
+
+logger = logging.getLogger(__name__)
+
+#: A lease is renewed when this share of it has passed: short tasks never are, and two
+#: renewals may fail before the lease is lost.
+RENEW_AFTER = 1 / 3
+
+#: Seconds between the keeper's rounds while anything is held, at the most.
+ROUND = 1.0
+
+#: Rounds without anything held after which the thread ends.
+IDLE_ROUNDS = 10
+
+#: Leases settled or renewed by one statement.
+_CHUNK = 1000
+
+#: Seconds between two warnings that the database is still away.
+_WARN_EVERY = 30.0
+
+
+class Outcome(Enum):
+    """How a delivery ends."""
+
+    ACKNOWLEDGED = "acknowledged"
+    #: Given back without having been started: not an attempt.
+    RELEASED = "released"
+    #: Given back by the consumer that had it: an attempt.
+    REQUEUED = "requeued"
+    DEAD_LETTERED = "dead-lettered"
+
+
+class Lease:
+    """One message that this process holds.
+
+    Attributes:
+        fence: names the delivery.
+        queue: where it came from and goes back to.
+        renewed_at: monotonic time the lease was got or renewed.
+        watch: a weak reference kept alive by the lease, see :meth:`LeaseKeeper.watch`.
+    """
+
+    __slots__ = ("fence", "queue", "renewed_at", "watch")
+
+    def __init__(self, fence: Fence, queue_name: str, renewed_at: float) -> None:
+        self.fence = fence
+        self.queue = queue_name
+        self.renewed_at = renewed_at
+        self.watch: object = None
+
+
+class _Settlement(NamedTuple):
+    lease: Lease
+    outcome: Outcome
+    reason: str
+    since: float
+
+
+class LeaseKeeper:
+    """The leases of one process and broker.
+
+    A daemon thread renews them, so that a task may run for hours while the consumer's
+    loop is blocked; it also carries out what could not be settled at once.  It starts
+    with the first lease and ends by itself when nothing is held.
+
+    Arguments:
+        store: where the messages are.
+        visibility_timeout: seconds a lease lasts.
+    """
+
+    def __init__(self, store: MessageStore, visibility_timeout: float) -> None:
+        self._store = store
+        self._renew_after = visibility_timeout * RENEW_AFTER
+        self._round = min(ROUND, visibility_timeout / 6)
+        self._pid = os.getpid()
+        self._leases: dict[Fence, Lease] = {}
+        self._outbox: deque[_Settlement] = deque()
+        # SimpleQueue.put is safe in weakref callbacks and signal handlers.
+        self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._thread_lock = threading.Lock()
+        self._flush_lock = threading.Lock()
+        self._flushing: int | None = None
+        self._warned_at = float("-inf")
+
+    def hold(self, queue_name: str, rows: Iterable[Claimed], leased_at: float) -> list[Lease]:
+        """Take responsibility for rows just claimed (asked for at monotonic `leased_at`)."""
+        leases = [Lease(Fence(row.task_id, row.delivery), queue_name, leased_at) for row in rows]
+        with self._thread_lock:
+            self._leases.update((lease.fence, lease) for lease in leases)
+            self._start()
+        return leases
+
+    def settle(self, lease: Lease, outcome: Outcome, reason: str = "") -> None:
+        """Note how a delivery ended; :meth:`flush` or the thread's next round tells the server.
+
+        Takes no lock and does no I/O.
+        """
+        if self._leases.get(lease.fence) is lease:
+            # In this order, so that the thread never sees nothing held in between.
+            self._outbox.append(_Settlement(lease, outcome, reason, monotonic()))
+            self._leases.pop(lease.fence, None)
+
+    def hurry(self) -> None:
+        """Ask the thread to settle now; takes no lock and does no I/O."""
+        self._inbox.put(None)
+
+    def forsaken(self, lease: Lease) -> None:
+        """The message died in nobody's hands: give it back.  Safe in a weakref callback."""
+        if os.getpid() == self._pid:
+            self._inbox.put(lease)
+
+    def flush(self) -> None:
+        """Settle everything noted so far, one statement for each kind of outcome.
+
+        Threads that come together share a round trip: whoever holds the lock settles for
+        all.  Called from a signal handler that interrupted a flush, it leaves the work
+        to the interrupted one.
+
+        Raises:
+            PgnotifyError: the rest stays noted, and the thread tries again.
+        """
+        me = threading.get_ident()
+        if self._flushing == me:
+            return
+        with self._flush_lock:
+            self._flushing = me
+            try:
+                while self._outbox:
+                    self._settle_batch()
+            finally:
+                self._flushing = None
+
+    @property
+    def pending(self) -> bool:
+        """True if something waits to be settled."""
+        return bool(self._outbox)
+
+    @property
+    def held(self) -> int:
+        """How many leases this process holds."""
+        return len(self._leases)
+
+    def release_all(self) -> None:
+        """Give everything back; for the end of the process."""
+        for lease in list(self._leases.values()):
+            self.settle(lease, Outcome.RELEASED)
+        self.flush()
+
+    def _settle_batch(self) -> None:
+        batch = []
+        while self._outbox and len(batch) < _CHUNK:
+            batch.append(self._outbox.popleft())
+        kinds: dict[tuple[Outcome, str], list[_Settlement]] = {}
+        for item in batch:
+            kinds.setdefault((item.outcome, item.reason), []).append(item)
+        try:
+            while kinds:
+                outcome, reason = kind = next(iter(kinds))
+                self._tell(outcome, reason, kinds[kind])
+                del kinds[kind]
+        except BaseException:
+            self._outbox.extendleft(item for rest in kinds.values() for item in rest)
+            raise
+
+    def _tell(self, outcome: Outcome, reason: str, items: list[_Settlement]) -> None:
+        fences = [item.lease.fence for item in items]
+        queues = {item.lease.queue for item in items}
+        if outcome is Outcome.ACKNOWLEDGED:
+            settled = self._store.acknowledge(fences)
+        elif outcome is Outcome.DEAD_LETTERED:
+            settled = self._store.dead_letter(fences, reason)
+        else:
+            started = outcome is Outcome.REQUEUED
+            settled = self._store.release(fences, queues, started=started)
+        for item in items:
+            if item.lease.fence.task_id not in settled:
+                _log_lost(item.lease, f"it was not {outcome.value}")
+
+    def _start(self) -> None:
+        """Start the thread if it is not running; the caller holds the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._keep, name="pgnotify-keeper", daemon=True
+            )
+            self._thread.start()
+
+    def _keep(self) -> None:
+        idle = 0
+        while True:
+            self._listen_inside()
+            try:
+                self._renew_due(monotonic())
+                if self._outbox and monotonic() - self._outbox[0].since >= self._round / 2:
+                    self.flush()
+            except PgnotifyError as exc:
+                self._warn(exc)
+            except IndexError:
+                # Somebody else has flushed what was seen first in the outbox.
+                pass
+            idle = 0 if self._leases or self._outbox else idle + 1
+            if idle > IDLE_ROUNDS and self._end():
+                return
+
+    def _end(self) -> bool:
+        """Let go of the thread unless something came up meanwhile."""
+        with self._thread_lock:
+            if self._leases or self._outbox or not self._inbox.empty():
+                return False
+            self._thread = None
+            return True
+
+    def _listen_inside(self) -> None:
+        """Wait for this process's own messages, at most a round."""
+        hurry = False
+        try:
+            lease = self._inbox.get(timeout=self._round)
+            while True:
+                if lease is None:
+                    hurry = True
+                elif self._leases.get(lease.fence) is lease:
+                    logger.info("lease.forsaken task_id=%d queue=%r", lease.fence[0], lease.queue)
+                    self.settle(lease, Outcome.RELEASED)
+                    hurry = True
+                lease = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if hurry:
+            try:
+                self.flush()
+            except PgnotifyError as exc:
+                self._warn(exc)
+
+    def _renew_due(self, now: float) -> None:
+        due = [le for le in list(self._leases.values()) if now - le.renewed_at >= self._renew_after]
+        for start in range(0, len(due), _CHUNK):
+            chunk = due[start : start + _CHUNK]
+            asked_at = monotonic()
+            renewed = self._store.renew([lease.fence for lease in chunk])
+            for lease in chunk:
+                if lease.fence.task_id in renewed:
+                    lease.renewed_at = asked_at
+                elif self._leases.pop(lease.fence, None) is not None:
+                    _log_lost(lease, "somebody else may run it too")
+
+    def _warn(self, exc: PgnotifyError) -> None:
+        now = monotonic()
+        if now - self._warned_at >= _WARN_EVERY:
+            self._warned_at = now
+            logger.warning(
+                "keeper.unavailable held=%d unsettled=%d: %s",
+                len(self._leases), len(self._outbox), exc,
+            )
+
+
+def _log_lost(lease: Lease, consequence: str) -> None:
+    logger.warning(
+        "lease.lost task_id=%d delivery=%d queue=%r: %s",
+        lease.fence.task_id, lease.fence.delivery, lease.queue, consequence,
+    )

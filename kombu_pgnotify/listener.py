@@ -1,0 +1,184 @@
+"""The LISTEN pump: one connection per process that hears announcements for everybody."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterable
+from time import monotonic
+from typing import Protocol
+
+from .database import Database
+from .errors import DatabaseUnavailable, PgnotifyError
+from .session import Session
+from .sql import quote_identifier
+from .waker import Waker, wait_any
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before the first and at the most between attempts to reconnect, doubling.
+FIRST_BACKOFF, LAST_BACKOFF = 0.05, 5.0
+
+#: Seconds the connection is kept after the last subscriber has left.
+LINGER = 5.0
+
+
+class Subscriber(Protocol):
+    """Who hears announcements; both methods return at once and take no lock."""
+
+    def notified(self, channel: str, payload: str) -> None:
+        """Something was announced on `channel`."""
+
+    def resync(self, channels: frozenset[str]) -> None:
+        """LISTEN on `channels` is in force from now on; what was announced before is gone."""
+
+
+class Listener:
+    """Owns a daemon thread with one autocommit LISTEN connection.
+
+    A thread, since the socket must be read at all times (a listener that stops reading
+    holds back the notification queue of the whole cluster) while the consumer's loop may
+    be blocked by a task for hours.  It starts with the first subscriber, outlives every
+    transient failure and ends by itself after the last one.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._wanted: dict[Subscriber, frozenset[str]] = {}
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._waker: Waker | None = None
+
+    def subscribe(self, subscriber: Subscriber, channels: Iterable[str]) -> None:
+        """Let `subscriber` hear exactly these `channels`; it is told to resync for new ones."""
+        with self._lock:
+            self._wanted[subscriber] = frozenset(channels)
+            if self._thread is None:
+                self._waker = Waker()
+                self._thread = threading.Thread(
+                    target=self._run, name="pgnotify-listener", daemon=True
+                )
+                self._thread.start()
+        self._nudge()
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Forget `subscriber`; takes no lock and does no I/O."""
+        self._wanted.pop(subscriber, None)
+        self._nudge()
+
+    def close(self, timeout: float) -> None:
+        """Forget everybody and wait up to `timeout` seconds for the thread to end."""
+        self._wanted.clear()
+        thread = self._thread
+        self._nudge()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _nudge(self) -> None:
+        waker = self._waker
+        if waker is not None:
+            waker.wake()
+
+    def _run(self) -> None:
+        assert self._waker is not None
+        backoff = FIRST_BACKOFF
+        while not self._ended():
+            started = monotonic()
+            try:
+                self._listen(self._waker)
+            except PgnotifyError as exc:
+                if monotonic() - started > LAST_BACKOFF:
+                    backoff = FIRST_BACKOFF
+                logger.warning("listener.lost retry_in=%.2fs: %s", backoff, exc)
+                self._waker.wait(backoff * random.uniform(0.8, 1.2))
+                backoff = min(backoff * 2, LAST_BACKOFF)
+
+    def _ended(self) -> bool:
+        """Let go of the thread if nobody is left."""
+        with self._lock:
+            if self._wanted:
+                return False
+            self._thread = None
+            if self._waker is not None:
+                self._waker.close()
+                self._waker = None
+            return True
+
+    def _listen(self, waker: Waker) -> None:
+        """Listen until nobody is left; any trouble is a lost connection.
+
+        Raises:
+            PgnotifyError: the connection is lost or refused.
+        """
+        session = self._database.open()
+        try:
+            with self._database.mapped_errors():
+                _Ear(session, self._database, self._wanted).listen(waker)
+        finally:
+            session.close()
+
+
+class _Ear:
+    """One LISTEN connection's life."""
+
+    def __init__(
+        self, session: Session, database: Database, wanted: dict[Subscriber, frozenset[str]]
+    ) -> None:
+        self._session = session
+        self._check = (database.statements["listening"], ())
+        self._check_every = database.options.health_check_interval
+        self._check_at = monotonic() + self._check_every
+        self._wanted = wanted
+        self._heard: dict[Subscriber, frozenset[str]] = {}
+
+    def listen(self, waker: Waker) -> None:
+        session = self._session
+        leave_at = None
+        while True:
+            waker.drain()
+            self._adjust()
+            self._dispatch()
+            now = monotonic()
+            if self._wanted:
+                leave_at = None
+            elif leave_at is None:
+                leave_at = now + LINGER
+            elif now >= leave_at:
+                return
+            if now >= self._check_at:
+                self._check_health()
+            until = min(self._check_at, leave_at or self._check_at)
+            wait_any((session.fileno(), waker.fileno()), until - monotonic())
+
+    def _adjust(self) -> None:
+        """Make the LISTENs those that are wanted, then tell whom it concerns."""
+        wanted = dict(self._wanted)
+        before = frozenset().union(*self._heard.values())
+        after = frozenset().union(*wanted.values())
+        commands = [f"LISTEN {quote_identifier(name)}" for name in sorted(after - before)]
+        commands += [f"UNLISTEN {quote_identifier(name)}" for name in sorted(before - after)]
+        if commands:
+            self._session.script("; ".join(commands))
+        # Only now that LISTEN is in force: who looks at the table now misses nothing.
+        for subscriber, channels in wanted.items():
+            if new := channels - self._heard.get(subscriber, frozenset()):
+                subscriber.resync(new)
+        self._heard = wanted
+
+    def _dispatch(self) -> None:
+        for channel, payload in self._session.notifications():
+            for subscriber, channels in self._heard.items():
+                if channel in channels:
+                    subscriber.notified(channel, payload)
+
+    def _check_health(self) -> None:
+        """Prove that the server answers and that the LISTENs are in force."""
+        self._check_at = monotonic() + self._check_every
+        names = self._session.run(self._check)[0][0][0].split()
+        missing = frozenset().union(*self._heard.values()) - set(names)
+        if missing:
+            raise DatabaseUnavailable(
+                f"{len(missing)} LISTENs are not in force any more: behind a pooler in "
+                "transaction mode set the option notify to False"
+            )

@@ -1,0 +1,145 @@
+"""QoS: which messages a channel has in the consumer's hands, and under which lease."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .errors import PgnotifyError
+from .keeper import Lease, LeaseKeeper, Outcome
+
+if TYPE_CHECKING:
+    from .channel import Channel, Message
+
+logger = logging.getLogger(__name__)
+
+#: Kept with a dead letter that a consumer rejected without requeue.
+REJECTED = "rejected"
+
+
+class QoS:
+    """Unacknowledged messages of one channel, by delivery tag.
+
+    Not derived from kombu's: that one registers every channel for ever with the
+    interpreter's exit, and restores messages by publishing copies.  Here a message stays
+    in its row; leases belong to the process and outlive channel and connection.
+
+    Settling is safe from any thread, after the channel was closed, and more than once.
+
+    Arguments:
+        channel: the channel.
+        keeper: returns the keeper of the *current* process (a fork changes it).
+        settle_later: tells whether a loop of this channel will flush within this iteration.
+        credit_regained: called after a message was settled.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        keeper: Callable[[], LeaseKeeper],
+        settle_later: Callable[[], bool],
+        credit_regained: Callable[[], None],
+    ) -> None:
+        self.channel = channel
+        self.prefetch_count = 0
+        self._keeper = keeper
+        self._settle_later = settle_later
+        self._credit_regained = credit_regained
+        self._unacked: dict[str, tuple[Message, Lease]] = {}
+        # Tags whose message this channel no longer keeps alive, see let_go().
+        self._let_go: dict[str, Lease] = {}
+
+    def append(self, message: Message, lease: Lease) -> None:
+        """Note that `message` is now in the consumer's hands."""
+        self._unacked[message.delivery_tag] = (message, lease)
+
+    def get(self, delivery_tag: str) -> Message:
+        """Return an unacknowledged message.
+
+        Raises:
+            KeyError: it is none of this channel's.
+        """
+        return self._unacked[delivery_tag][0]
+
+    def can_consume(self) -> bool:
+        """True while the prefetch limit allows one more message."""
+        return not self.prefetch_count or len(self._unacked) < self.prefetch_count
+
+    def can_consume_max_estimate(self) -> int | None:
+        """How many more messages the prefetch limit allows; None: no limit."""
+        if not self.prefetch_count:
+            return None
+        return max(self.prefetch_count - len(self._unacked), 0)
+
+    def ack(self, delivery_tag: str, multiple: bool = False) -> None:
+        """Acknowledge a message, or with `multiple` all up to it (AMQP 0-9-1, basic.ack)."""
+        self._settle(self._tags(delivery_tag, multiple), Outcome.ACKNOWLEDGED)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        """Give a message back to its place in the queue, or make it a dead letter."""
+        if requeue:
+            self._settle([delivery_tag], Outcome.REQUEUED)
+        else:
+            self._settle([delivery_tag], Outcome.DEAD_LETTERED, REJECTED)
+
+    def restore_unacked(self) -> None:
+        """Requeue everything unacknowledged (AMQP 0-9-1, basic.recover)."""
+        self._settle(list(self._unacked), Outcome.REQUEUED)
+
+    def restore_unacked_once(self, stderr: Any = None) -> None:
+        """Release what is still unacknowledged when the channel closes in good order."""
+        if self._unacked:
+            logger.info("channel.close released=%d", len(self._unacked))
+        self._settle(list(self._unacked), Outcome.RELEASED)
+
+    def let_go(self) -> None:
+        """The connection was lost: hold on to what is still being worked on, and only that.
+
+        The leases are in the database and did not get lost.  A message that somebody still
+        refers to (a running task) keeps its lease, and its old tag still acknowledges it;
+        one that dies unacknowledged (reserved, dropped by Celery) is released.
+        """
+        keeper = self._keeper()
+        while self._unacked:
+            tag, (message, lease) = self._unacked.popitem()
+            self._let_go[tag] = lease
+            lease.watch = weakref.ref(message, functools.partial(_forsaken, keeper, lease))
+            del message
+
+    def _tags(self, delivery_tag: str, multiple: bool) -> list[str]:
+        if not multiple:
+            return [delivery_tag]
+        tags = list(self._unacked)
+        if delivery_tag in self._unacked:
+            return tags[: tags.index(delivery_tag) + 1]
+        # AMQP: tag zero means everything outstanding.
+        return tags if delivery_tag in (0, "0", "") else []
+
+    def _settle(self, tags: list[str], outcome: Outcome, reason: str = "") -> None:
+        keeper = self._keeper()
+        for tag in tags:
+            entry = self._unacked.pop(tag, None)
+            lease = entry[1] if entry else self._let_go.pop(tag, None)
+            if lease is None:
+                # Settled before, or the lease was lost and reported then.
+                logger.debug("settle.unknown tag=%r outcome=%s", tag, outcome.value)
+            else:
+                keeper.settle(lease, outcome, reason)
+        if not self._settle_later():
+            flush(keeper)
+        self._credit_regained()
+
+
+def flush(keeper: LeaseKeeper) -> None:
+    """Settle now; if the database is away the keeper's thread goes on trying."""
+    try:
+        keeper.flush()
+    except PgnotifyError as exc:
+        logger.warning("settle.delayed the keeper tries again: %s", exc)
+
+
+def _forsaken(keeper: LeaseKeeper, lease: Lease, _: object) -> None:
+    keeper.forsaken(lease)

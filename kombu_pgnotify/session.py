@@ -1,0 +1,240 @@
+"""Session: runs prepared statements on one connection, several in one round trip.
+
+Written on libpq's calls (psycopg.pq) since this is the hot path: measured on one
+machine, an INSERT and the announcement that follows its commit take 1.27k/s through
+psycopg's pipeline(), 1.4k/s as two calls and 2.3k/s here, where an INSERT alone takes
+2.2k/s.  It also bounds every statement on this side: a server behind a frozen network
+never answers, whatever its own timeout says.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, TypeAlias
+
+import psycopg
+from psycopg import pq
+from psycopg.errors import error_from_result
+
+from .sql import Statement
+from .waker import wait_ready
+
+#: One statement with its parameters.
+Call: TypeAlias = tuple[Statement, Sequence[Any]]
+
+#: The rows of one statement.
+Rows: TypeAlias = list[tuple[Any, ...]]
+
+_TEXT, _BINARY = 0, 1
+
+def _int(raw: bytes) -> int:
+    return int.from_bytes(raw, "big", signed=True)
+
+
+#: Decoders of the binary format by type OID (pg_type.dat).
+_DECODERS: dict[int, Callable[[bytes], Any]] = {
+    16: lambda raw: raw != b"\0",  # boolean
+    17: bytes,  # bytea
+    20: _int,  # bigint
+    21: _int,  # smallint
+    23: _int,  # integer
+    701: lambda raw: struct.unpack("!d", raw)[0],  # double precision
+}
+
+
+class Session:
+    """One open connection in autocommit, used by one thread at a time.
+
+    Arguments:
+        connection: an open psycopg connection; the session owns it.
+        patience: seconds the server may take to answer a :meth:`run`.
+        prepare: keep statements prepared on the server.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any], patience: float, prepare: bool) -> None:
+        self._connection = connection
+        self._pgconn = connection.pgconn
+        self._patience = patience
+        self._prepare = prepare
+        self._prepared: set[str] = set()
+
+    @property
+    def closed(self) -> bool:
+        """True once the connection is gone; a session never reconnects."""
+        return self._pgconn.status != pq.ConnStatus.OK
+
+    def fileno(self) -> int:
+        """The connection's socket."""
+        return self._pgconn.socket
+
+    def run(self, *calls: Call) -> list[Rows]:
+        """Run each call in a transaction of its own, all in one round trip.
+
+        A failed call does not stop those behind it; the first failure is raised when
+        all have been answered.  When the answers do not come, or anything
+        interrupts the wait, the connection is closed: nobody knows its state.
+
+        Raises:
+            psycopg.Error: the server refused a statement, or is lost.
+        """
+        try:
+            outcomes = self._exchange(calls)
+        except BaseException:
+            self.close()
+            raise
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+    def script(self, text: str) -> Rows:
+        """Run one or more statements as text, without parameters; return the last one's rows.
+
+        Several statements are one transaction, unless the text says otherwise.  The
+        connection is closed on any failure, and with it an open transaction.
+
+        Raises:
+            psycopg.Error: the server refused a statement, or is lost.
+        """
+        rows: Rows = []
+        try:
+            self._pgconn.send_query(text.encode())
+            deadline = self._deadline()
+            while True:
+                self._await_answer(deadline)
+                result = self._pgconn.get_result()
+                if result is None:
+                    return rows
+                if result.status == pq.ExecStatus.TUPLES_OK:
+                    rows = _rows(result)
+                elif result.status == pq.ExecStatus.FATAL_ERROR:
+                    raise error_from_result(result, encoding="utf-8")
+        except BaseException:
+            self.close()
+            raise
+
+    def looks_stale(self) -> bool:
+        """True if the server has closed the connection while it was idle; no round trip."""
+        if self.closed:
+            return True
+        if not wait_ready(self.fileno(), 0):
+            return False
+        try:
+            # Readable while idle: a farewell, or only a notice or a parameter change.
+            self._pgconn.consume_input()
+        except psycopg.Error:
+            return True
+        return self.closed
+
+    def notifications(self) -> list[tuple[str, str]]:
+        """Read what has arrived without waiting: ``(channel, payload)`` pairs."""
+        self._pgconn.consume_input()
+        found = []
+        while (notify := self._pgconn.notifies()) is not None:
+            found.append((notify.relname.decode(), notify.extra.decode("utf-8", "replace")))
+        return found
+
+    def close(self) -> None:
+        """Close the connection at once, whatever it is doing."""
+        self._pgconn.finish()
+
+    def _exchange(self, calls: Sequence[Call]) -> list[Rows | Exception]:
+        # Encoded before anything is sent: a value that cannot be must not leave half a pipeline.
+        encoded = [[_encode(param) for param in params] for _, params in calls]
+        pgconn = self._pgconn
+        pgconn.enter_pipeline_mode()
+        fresh = []
+        for (statement, params), values in zip(calls, encoded, strict=True):
+            formats = [_BINARY if isinstance(param, bytes) else _TEXT for param in params]
+            fresh.append(self._send(statement, values, formats))
+            # The sync ends the call's implicit transaction.
+            pgconn.pipeline_sync()
+        outcomes = [self._receive(name, self._deadline()) for name in fresh]
+        pgconn.exit_pipeline_mode()
+        return outcomes
+
+    def _deadline(self) -> float:
+        return monotonic() + self._patience
+
+    def _send(
+        self, statement: Statement, values: list[bytes | None], formats: list[int]
+    ) -> str | None:
+        """Queue one call; return the statement's name if it is prepared for the first time."""
+        if not self._prepare:
+            self._pgconn.send_query_params(
+                statement.sql, values, param_formats=formats, result_format=_BINARY
+            )
+            return None
+        name = statement.name.encode()
+        fresh = statement.name not in self._prepared
+        if fresh:
+            self._pgconn.send_prepare(name, statement.sql)
+            self._prepared.add(statement.name)
+        self._pgconn.send_query_prepared(
+            name, values, param_formats=formats, result_format=_BINARY
+        )
+        return statement.name if fresh else None
+
+    def _receive(self, fresh: str | None, deadline: float) -> Rows | Exception:
+        """Collect the outcome of the next call: its rows, or the error."""
+        pgconn = self._pgconn
+        outcome: Rows | Exception = []
+        while True:
+            self._await_answer(deadline)
+            result = pgconn.get_result()
+            if result is None:
+                continue
+            status = result.status
+            if status == pq.ExecStatus.PIPELINE_SYNC:
+                return outcome
+            if status == pq.ExecStatus.TUPLES_OK:
+                outcome = _rows(result)
+            elif status == pq.ExecStatus.COMMAND_OK:
+                fresh = None  # what follows is about the execution
+            elif status != pq.ExecStatus.PIPELINE_ABORTED:
+                if fresh is not None:
+                    self._prepared.discard(fresh)
+                outcome = error_from_result(result, encoding="utf-8")
+
+    def _await_answer(self, deadline: float) -> None:
+        """Send what is still to be sent and wait until something can be read."""
+        pgconn = self._pgconn
+        while True:
+            unsent = pgconn.flush()
+            if not unsent and not pgconn.is_busy():
+                return
+            left = deadline - monotonic()
+            if left <= 0 or not wait_ready(self.fileno(), left, writable=bool(unsent)):
+                raise psycopg.errors.ConnectionTimeout(
+                    f"no answer from the server within {self._patience:g} seconds"
+                )
+            pgconn.consume_input()
+
+
+def _rows(result: pq.abc.PGresult) -> Rows:
+    """Decode a result's rows."""
+    columns = range(result.nfields)
+    decoders = [_DECODERS.get(result.ftype(column), bytes.decode) for column in columns]
+    get_value = result.get_value
+    if result.nfields and not result.fformat(0):
+        return [tuple(get_value(row, column) for column in columns) for row in range(result.ntuples)]
+    return [
+        tuple(
+            None if (raw := get_value(row, column)) is None else decoders[column](raw)
+            for column in columns
+        )
+        for row in range(result.ntuples)
+    ]
+
+
+def _encode(value: Any) -> bytes | None:
+    """Encode a parameter: bytes as they are, anything else as PostgreSQL's text."""
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (list, tuple)):
+        return ("{" + ",".join(map(str, value)) + "}").encode()
+    return str(value).encode()

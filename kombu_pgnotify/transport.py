@@ -1,0 +1,246 @@
+"""Transport: kombu's contract, error classes, event loop and synchronous draining."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+import psycopg
+from kombu.transport import virtual
+
+from . import broker as brokers
+from . import options, urls
+from .broker import Broker
+from .channel import Channel
+from .consumption import Consumption
+from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
+from .eventloop import HubLink
+from .options import Options
+from .waker import Waker
+
+logger = logging.getLogger(__name__)
+
+
+class Transport(virtual.Transport):
+    """kombu transport for PostgreSQL.
+
+    Made by kombu for every Connection, most of them never connected: nothing happens
+    before :meth:`establish_connection`.
+
+    Arguments:
+        client: the kombu Connection.
+    """
+
+    Channel = Channel
+
+    can_parse_url = True
+    driver_type = "pgnotify"
+    driver_name = "psycopg"
+
+    #: What kombu and Celery retry; nothing else is worth retrying.
+    connection_errors = (*virtual.Transport.connection_errors, DatabaseUnavailable)
+    channel_errors = (*virtual.Transport.channel_errors, StatementFailed)
+    recoverable_connection_errors = connection_errors
+    recoverable_channel_errors = ()
+
+    implements = virtual.Transport.implements.extend(
+        asynchronous=True,
+        exchange_type=frozenset(["direct", "topic"]),
+        heartbeats=False,
+    )
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)
+        self._options: Options | None = None
+        self._users = 0
+        self._pid = os.getpid()
+        self._connected = False
+        self._link: HubLink | None = None
+        self._waker: Waker | None = None
+        self._consumption: Consumption | None = None
+        _hide_password(client)
+
+    # -- what channels need
+
+    @property
+    def broker(self) -> Broker:
+        """The current process's broker (a fork changes it).
+
+        Raises:
+            ConfigurationError: a wrong URL or option.
+        """
+        if self._options is None:
+            self._options = _options_of(self.client)
+        return brokers.for_options(self._options)
+
+    @property
+    def consumption(self) -> Consumption:
+        """What this connection consumes."""
+        if self._consumption is None:
+            self._waker = Waker()
+            self._consumption = Consumption(self.broker, self._waker.wake)
+        return self._consumption
+
+    def settles_soon(self) -> bool:
+        """True if the calling thread's loop settles acks in this iteration."""
+        return self._link is not None and self._link.settles_soon()
+
+    def credit_regained(self) -> None:
+        """A message was settled."""
+        if self._consumption is not None:
+            self._consumption.credit_regained()
+
+    # -- life
+
+    def establish_connection(self) -> Transport:
+        """Make sure that the server and the schema can serve us.
+
+        Raises:
+            DatabaseUnavailable: not now.
+            ConfigurationError: not without somebody's help.
+        """
+        self.broker.database.acquire()
+        self._connected = True
+        self._pid = os.getpid()
+        self._avail_channels.append(self.create_channel(self))
+        return self
+
+    def verify_connection(self, connection: Any) -> bool:
+        """Tell whether the connection has been established; asked at every turn, so no I/O."""
+        return self._connected
+
+    def close_connection(self, connection: Any) -> None:
+        """Close in good order: release what is unacknowledged."""
+        self._close(lost=False)
+
+    def _collect(self, connection: Any) -> None:
+        """kombu's way to get rid of a connection that failed or was inherited by a fork."""
+        self._close(lost=True)
+
+    def _close(self, *, lost: bool) -> None:
+        """Idempotent; errors of the database are logged, since kombu must go on."""
+        if os.getpid() != self._pid:
+            # The parent's: its sockets, leases and hub are not ours to touch.
+            return
+        if not self._connected:
+            return
+        self._connected = False
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        for channel in [*self._avail_channels, *self.channels]:
+            channel.close(lost=lost)
+        self._avail_channels.clear()
+        self.channels.clear()
+        if self._consumption is not None:
+            self._consumption.close()
+            self._consumption = None
+        if self._waker is not None:
+            self._waker.close()
+            self._waker = None
+        self.broker.database.release()
+
+    # -- consuming
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        """Consume in kombu's hub; no I/O before its first iteration."""
+        if self._link is not None:
+            self._link.close()
+        consumption = self.consumption
+        assert self._waker is not None
+        self._link = HubLink(loop, consumption, self.broker.keeper, self._waker)
+
+    def drain_events(self, connection: Any, timeout: float | None = None) -> None:
+        """Deliver one message.
+
+        Arguments:
+            timeout: seconds to wait for it; None: for ever, 0: only look.
+
+        Raises:
+            socket.timeout: none came.
+            DatabaseUnavailable: reconnect.
+        """
+        deadline = None if timeout is None else monotonic() + timeout
+        consumption = self.consumption
+        while not consumption.deliver_one(one_by_one=True):
+            left = None if deadline is None else deadline - monotonic()
+            if left is not None and left <= 0:
+                raise socket.timeout(f"no message within {timeout} seconds")
+            look = consumption.next_look()
+            waits = [seconds for seconds in (left, look) if seconds is not None]
+            if self._waker is None:
+                raise DatabaseUnavailable("the connection was closed while it was drained")
+            self._waker.wait(min(waits) if waits else None)
+
+    # -- what people see
+
+    def driver_version(self) -> str:
+        """psycopg's version, for ``celery report``."""
+        return psycopg.__version__
+
+    @property
+    def default_connection_params(self) -> dict[str, Any]:
+        """Nothing: libpq has its own defaults."""
+        return {}
+
+    def as_uri(self, uri: str, include_password: bool = False, mask: str = "**") -> str:
+        """Return the URL for people, the password masked unless asked for."""
+        client = self.client
+        uri = uri or ""
+        if "://" not in uri:
+            uri = f"pgnotify://{_authority(client, uri)}"
+        url, user, password = urls.without_password(uri)
+        user = user or getattr(client, "userid", None)
+        if password is None:
+            password = getattr(client, "password", None)
+        if callable(password):
+            password = password() if include_password else mask
+        shown = password if include_password else (None if password is None else mask)
+        prefix = getattr(client, "uri_prefix", None)
+        return (f"{prefix}+" if prefix else "") + urls.with_credentials(url, user, shown)
+
+    now: Callable[[Any], float] = staticmethod(monotonic)  # type: ignore[assignment]
+
+
+def _hide_password(client: Any) -> None:
+    """Move user and password out of the URL kombu keeps: monitoring shows ``hostname``."""
+    hostname = getattr(client, "hostname", None)
+    if isinstance(hostname, str) and "://" in hostname:
+        url, user, password = urls.without_password(hostname)
+        client.hostname = url
+        client.userid = user or client.userid
+        if password is not None:
+            client.password = password
+
+
+def _options_of(client: Any) -> Options:
+    """Read URL, separate fields, ssl and transport options of a kombu Connection."""
+    hostname, password = client.hostname, client.password
+    source = password if callable(password) else None
+    fields = urls.from_fields(
+        hostname, client.port, client.userid, None if source else password, client.virtual_host
+    )
+    if hostname and "://" in hostname:
+        target = urls.parse(hostname, options.NAMES).completed_by(fields)
+    else:
+        target = fields
+    return options.build(
+        target.with_ssl(client.ssl),
+        client.transport_options or {},
+        connect_timeout=client.connect_timeout,
+        password_source=source,
+    )
+
+
+def _authority(client: Any, host: str) -> str:
+    """Put kombu's separate fields together again, as after a failover."""
+    port = getattr(client, "port", None)
+    virtual_host = getattr(client, "virtual_host", None) or ""
+    return f"{host}{f':{port}' if port else ''}/{virtual_host.removeprefix('/')}"
+
+
+__all__ = ["ConfigurationError", "PgnotifyError", "Transport"]
