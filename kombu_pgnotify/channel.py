@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from datetime import datetime
 from queue import Empty
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from amqp.protocol import queue_declare_ok_t
@@ -44,10 +45,10 @@ class Channel(virtual.Channel):
     belong to the process, not to the channel.
     """
 
-    Message = Message
+    Message: type[Message] = Message
 
     #: None: a body is kept as it is, text or bytes, without base64.
-    body_encoding = None
+    body_encoding: Any = None
     max_priority = 255
 
     connection: Transport
@@ -137,7 +138,7 @@ class Channel(virtual.Channel):
         if consumer is not None:
             self._transport.consumption.cancel(consumer)
 
-    def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Message | None:
+    def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> virtual.Message | None:
         """Fetch one message directly; None if there is none."""
         try:
             row, lease = self._get_row(queue, no_ack)
@@ -161,14 +162,14 @@ class Channel(virtual.Channel):
             rows = broker.store.take(queue, everything, 1)
             leases: list[Lease | None] = [None]
         else:
-            started = self._transport.now()
+            started = monotonic()
             rows = broker.store.claim(queue, everything, 1, broker.worker)
             leases = [*broker.keeper.hold(queue, rows, started)]
         if not rows:
             raise Empty
         return rows[0], leases[0]
 
-    def _receive(self, row: Claimed, queue: str, lease: Lease | None) -> Message | None:
+    def _receive(self, row: Claimed, queue: str, lease: Lease | None) -> virtual.Message | None:
         """Make a Message of a claimed row; a row that cannot be one becomes a dead letter."""
         try:
             message = self.Message(envelopes.unpack(row), channel=self)
@@ -258,7 +259,7 @@ class Channel(virtual.Channel):
             self.qos.restore_unacked_once()
         if self.connection is not None:
             self.connection.close_channel(self)
-        self.exchange_types = None
+        self.exchange_types: Any = None
 
     def _keeper(self) -> LeaseKeeper:
         return self.broker.keeper

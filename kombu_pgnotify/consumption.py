@@ -281,7 +281,10 @@ class Consumption:
             return False
         logger.error(
             "message.dead_lettered task_id=%d queue=%r: %s (%d)",
-            row.task_id, lease.queue, ATTEMPTS_USED_UP, limit,
+            row.task_id,
+            lease.queue,
+            ATTEMPTS_USED_UP,
+            limit,
         )
         self._broker.keeper.settle(lease, Outcome.DEAD_LETTERED, ATTEMPTS_USED_UP)
         flush(self._broker.keeper)

@@ -55,6 +55,25 @@ _RETRY_CODES = ("25006", "25P03", "55P03", "55006")
 #: SQLSTATEs of a refused login or a missing database.
 _REFUSED_CODES = ("28000", "28P01", "3D000")
 
+#: While connecting libpq gives no SQLSTATE, only its (English) words.
+_REFUSALS = (
+    "password authentication failed",
+    "no password supplied",
+    "does not exist",
+    "no pg_hba.conf entry",
+    "is not permitted to log in",
+    "invalid connection option",
+    "invalid value",
+    "invalid sslmode",
+    "definition of service",
+    "service file",
+    "certificate verify failed",
+    "does not match host name",
+    "server does not support SSL",
+    "root certificate file",
+    "unsupported startup parameter",
+)
+
 
 class Database:
     """What one process holds of one broker: its connections and its error mapping.
@@ -212,7 +231,7 @@ class Database:
                 f"a right is missing on {where}: {reason}; "
                 f"grant it on schema {self.options.schema!r} (see the README, Rights)"
             )
-        if self._refused(state, reason) and not self._reached:
+        if _refused(state, reason) and not self._reached:
             return ConfigurationError(f"{where} refuses the login: {reason}")
         if state == "57014":
             return DatabaseUnavailable(
@@ -221,18 +240,14 @@ class Database:
             )
         if not state or state.startswith(_RETRY_CLASSES) or state in _RETRY_CODES:
             return DatabaseUnavailable(f"{where} cannot serve us: {reason}")
-        if self._refused(state, reason):
+        if _refused(state, reason):
             return DatabaseUnavailable(f"{where} refuses the login now: {reason}")
         return StatementFailed(f"{where} refused a statement: {reason}")
 
-    @staticmethod
-    def _refused(state: str, reason: str) -> bool:
-        """True for a wrong password, role or database: libpq gives only text for these."""
-        signs = ("password authentication failed", "no password supplied", "does not exist",
-                 "no pg_hba.conf entry", "is not permitted to log in", "invalid connection option",
-                 "service file", "definition of service", "certificate verify failed",
-                 "server does not support SSL", "invalid sslmode", "root certificate file")
-        return state in _REFUSED_CODES or any(sign in reason for sign in signs)
+
+def _refused(state: str, reason: str) -> bool:
+    """True where trying again cannot help: a wrong password, role, database, certificate …"""
+    return state in _REFUSED_CODES or (not state and any(sign in reason for sign in _REFUSALS))
 
 
 def _refuse_stale(session: Session, record: Any, proxy: Any) -> None:

@@ -163,7 +163,7 @@ class LeaseKeeper:
         self.flush()
 
     def _settle_batch(self) -> None:
-        batch = []
+        batch: list[_Settlement] = []
         while self._outbox and len(batch) < _CHUNK:
             batch.append(self._outbox.popleft())
         kinds: dict[tuple[Outcome, str], list[_Settlement]] = {}
@@ -195,9 +195,7 @@ class LeaseKeeper:
     def _start(self) -> None:
         """Start the thread if it is not running; the caller holds the lock."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._keep, name="pgnotify-keeper", daemon=True
-            )
+            self._thread = threading.Thread(target=self._keep, name="pgnotify-keeper", daemon=True)
             self._thread.start()
 
     def _keep(self) -> None:
@@ -264,12 +262,17 @@ class LeaseKeeper:
             self._warned_at = now
             logger.warning(
                 "keeper.unavailable held=%d unsettled=%d: %s",
-                len(self._leases), len(self._outbox), exc,
+                len(self._leases),
+                len(self._outbox),
+                exc,
             )
 
 
 def _log_lost(lease: Lease, consequence: str) -> None:
     logger.warning(
         "lease.lost task_id=%d delivery=%d queue=%r: %s",
-        lease.fence.task_id, lease.fence.delivery, lease.queue, consequence,
+        lease.fence.task_id,
+        lease.fence.delivery,
+        lease.queue,
+        consequence,
     )

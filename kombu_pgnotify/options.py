@@ -168,9 +168,7 @@ def _flag(name: str, value: Any) -> bool:
     try:
         return words[str(value).lower()]
     except KeyError:
-        raise ConfigurationError(
-            f"option {name!r} must be true or false, not {value!r}"
-        ) from None
+        raise ConfigurationError(f"option {name!r} must be true or false, not {value!r}") from None
 
 
 def _text(name: str, value: Any) -> str:

@@ -34,9 +34,8 @@ def ensure(session: Session, schema: str, *, create: bool) -> None:
         psycopg.Error: anything the caller maps.
     """
     known = sql.statements(schema)
-    ((server, in_recovery, role, _, has_tables),) = session.run(
-        (known["schema_state"], (schema,))
-    )[0]
+    state = session.run((known["schema_state"], (schema,)))[0][0]
+    server, in_recovery, role, _, has_tables = state
     if server < OLDEST_SERVER:
         raise ConfigurationError(
             f"PostgreSQL {server // 10000} is too old: kombu_pgnotify needs 14 or newer"
@@ -73,6 +72,10 @@ def script(schema: str, since: int = 0) -> str:
     return "\n".join([*parts, "COMMIT;", ""])
 
 
+def _how_far(version: int) -> str:
+    return f"at version {version}, older than {VERSION}" if version else "missing"
+
+
 def _migration(version: int, schema: str) -> str:
     """Return the text of a migration and of its entry in the books."""
     quoted = sql.quote_identifier(schema)
@@ -100,9 +103,8 @@ def _upgrade(session: Session, schema: str, role: str) -> None:
     try:
         # The lock waits for whoever creates or upgrades at this moment; then look again.
         session.script(f"BEGIN; SELECT pg_advisory_xact_lock({_lock_key(schema)})")
-        ((_, _, _, has_schema, has_tables),) = session.run(
-            (sql.statements(schema)["schema_state"], (schema,))
-        )[0]
+        state = session.run((sql.statements(schema)["schema_state"], (schema,)))[0][0]
+        _, _, _, has_schema, has_tables = state
         if not has_schema:
             # Not IF NOT EXISTS, which asks for the right to create even where it exists.
             session.script(f"CREATE SCHEMA {quoted}")

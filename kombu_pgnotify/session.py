@@ -29,6 +29,7 @@ Rows: TypeAlias = list[tuple[Any, ...]]
 
 _TEXT, _BINARY = 0, 1
 
+
 def _int(raw: bytes) -> int:
     return int.from_bytes(raw, "big", signed=True)
 
@@ -172,9 +173,7 @@ class Session:
         if fresh:
             self._pgconn.send_prepare(name, statement.sql)
             self._prepared.add(statement.name)
-        self._pgconn.send_query_prepared(
-            name, values, param_formats=formats, result_format=_BINARY
-        )
+        self._pgconn.send_query_prepared(name, values, param_formats=formats, result_format=_BINARY)
         return statement.name if fresh else None
 
     def _receive(self, fresh: str | None, deadline: float) -> Rows | Exception:
@@ -219,7 +218,9 @@ def _rows(result: pq.abc.PGresult) -> Rows:
     decoders = [_DECODERS.get(result.ftype(column), bytes.decode) for column in columns]
     get_value = result.get_value
     if result.nfields and not result.fformat(0):
-        return [tuple(get_value(row, column) for column in columns) for row in range(result.ntuples)]
+        return [
+            tuple(get_value(row, column) for column in columns) for row in range(result.ntuples)
+        ]
     return [
         tuple(
             None if (raw := get_value(row, column)) is None else decoders[column](raw)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 import psycopg
 from kombu.transport import virtual
 
-from . import broker as brokers
-from . import options, urls
+from . import broker as brokers, options, urls
 from .broker import Broker
 from .channel import Channel
 from .consumption import Consumption
@@ -42,10 +39,16 @@ class Transport(virtual.Transport):
     driver_name = "psycopg"
 
     #: What kombu and Celery retry; nothing else is worth retrying.
-    connection_errors = (*virtual.Transport.connection_errors, DatabaseUnavailable)
-    channel_errors = (*virtual.Transport.channel_errors, StatementFailed)
+    connection_errors: Any = (
+        *virtual.Transport.connection_errors,
+        DatabaseUnavailable,
+    )
+    channel_errors: Any = (
+        *virtual.Transport.channel_errors,
+        StatementFailed,
+    )
     recoverable_connection_errors = connection_errors
-    recoverable_channel_errors = ()
+    recoverable_channel_errors: tuple[type[Exception], ...] = ()
 
     implements = virtual.Transport.implements.extend(
         asynchronous=True,
@@ -154,14 +157,14 @@ class Transport(virtual.Transport):
         assert self._waker is not None
         self._link = HubLink(loop, consumption, self.broker.keeper, self._waker)
 
-    def drain_events(self, connection: Any, timeout: float | None = None) -> None:
+    def drain_events(self, connection: Any, timeout: float | None = None, **kwargs: Any) -> None:
         """Deliver one message.
 
         Arguments:
             timeout: seconds to wait for it; None: for ever, 0: only look.
 
         Raises:
-            socket.timeout: none came.
+            TimeoutError: none came (kombu calls it socket.timeout).
             DatabaseUnavailable: reconnect.
         """
         deadline = None if timeout is None else monotonic() + timeout
@@ -169,7 +172,7 @@ class Transport(virtual.Transport):
         while not consumption.deliver_one(one_by_one=True):
             left = None if deadline is None else deadline - monotonic()
             if left is not None and left <= 0:
-                raise socket.timeout(f"no message within {timeout} seconds")
+                raise TimeoutError(f"no message within {timeout} seconds")
             look = consumption.next_look()
             waits = [seconds for seconds in (left, look) if seconds is not None]
             if self._waker is None:
@@ -195,15 +198,12 @@ class Transport(virtual.Transport):
             uri = f"pgnotify://{_authority(client, uri)}"
         url, user, password = urls.without_password(uri)
         user = user or getattr(client, "userid", None)
-        if password is None:
-            password = getattr(client, "password", None)
-        if callable(password):
-            password = password() if include_password else mask
-        shown = password if include_password else (None if password is None else mask)
+        secret: Any = getattr(client, "password", None) if password is None else password
+        if include_password and callable(secret):
+            secret = secret()
+        shown = secret if include_password or secret is None else mask
         prefix = getattr(client, "uri_prefix", None)
         return (f"{prefix}+" if prefix else "") + urls.with_credentials(url, user, shown)
-
-    now: Callable[[Any], float] = staticmethod(monotonic)  # type: ignore[assignment]
 
 
 def _hide_password(client: Any) -> None:

@@ -231,7 +231,9 @@ def _hosts(text: str, *, decode: bool = True) -> dict[str, str]:
         elif not place.startswith("/") and place.count(":") == 1:
             host, _, port = place.partition(":")
         if port and not (port.isdigit() and 0 < int(port) < 65536):
-            raise ConfigurationError(f"{port!r} is no port number, in the broker URL's host {place!r}")
+            raise ConfigurationError(
+                f"{port!r} is no port number, in the broker URL's host {place!r}"
+            )
         hosts.append(unquote(host) if decode else host)
         ports.append(port)
     params = {"host": ",".join(hosts)} if any(hosts) else {}
