@@ -137,6 +137,11 @@ class Channel(virtual.Channel):
         consumer = self._consumer_of.pop(consumer_tag, None)
         if consumer is not None:
             self._transport.consumption.cancel(consumer)
+        if not self._consumers and self._transport.in_event_loop:
+            # A worker that shuts down forgets what it has not started: let others have it
+            # now, not when the last running task has ended.  Only in an event loop, whose
+            # users keep their messages: others may keep no more than a tag.
+            self.qos.let_go()
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> virtual.Message | None:
         """Fetch one message directly; None if there is none."""

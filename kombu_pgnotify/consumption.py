@@ -256,10 +256,12 @@ class Consumption:
         broker, started = self._broker, monotonic()
         ranges = watch.cursor.next_ranges(started)
         if taker.no_ack:
-            rows = broker.store.take(watch.queue, ranges, limit)
+            rows = broker.store.take(watch.queue, ranges, limit, broker.keeper.run_with_acks)
             leases: list[Lease | None] = [None] * len(rows)
         else:
-            rows = broker.store.claim(watch.queue, ranges, limit, broker.worker)
+            rows = broker.store.claim(
+                watch.queue, ranges, limit, broker.worker, broker.keeper.run_with_acks
+            )
             leases = [*broker.keeper.hold(watch.queue, rows, started)]
         now = monotonic()
         outlook = watch.cursor.claimed([(r.rank, r.task_id) for r in rows], limit, started, now)

@@ -12,6 +12,10 @@ from .consumption import Consumption
 from .keeper import LeaseKeeper
 from .waker import Waker
 
+#: Seconds of deliveries after which the hub gets its turn: a solo worker runs its tasks
+#: inside them, and an ack must not wait for the next task.
+TURN = 0.01
+
 
 class HubLink:
     """Claims, delivers and settles once per iteration of a hub.
@@ -56,19 +60,27 @@ class HubLink:
             return
         self._thread = threading.get_ident()
         self._watch_waker()
-        if self._keeper.pending:
-            self._keeper.flush()
+        if self._consumption.waiting:
+            # Nothing is claimed before the next delivery, which may run a whole task.
+            self._flush()
         delivered = False
+        started = monotonic()
         while self._consumption.deliver_one(one_by_one=False):
             delivered = True
-            if not self._consumption.waiting:
+            if not self._consumption.waiting or monotonic() - started > TURN:
                 break
+        # What no claim took along.
+        self._flush()
         if delivered:
             # The hub does not shorten its wait for acks that deliveries have just queued
             # (call_soon from its own thread), nor for a queue that has more.
             self._waker.wake()
         else:
             self._plan_next_look()
+
+    def _flush(self) -> None:
+        if self._keeper.pending:
+            self._keeper.flush()
 
     def stopped(self, _hub: Any) -> None:
         """The hub is being reset or closed: from now on acks go at once."""

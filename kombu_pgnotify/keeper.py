@@ -13,6 +13,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from .errors import PgnotifyError
+from .session import Call, Rows
 from .store import Claimed, Fence, MessageStore
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,25 @@ class LeaseKeeper:
             finally:
                 self._flushing = None
 
+    def run_with_acks(self, call: Call) -> Rows:
+        """Run `call` in one round trip with the acknowledgements noted so far.
+
+        Raises:
+            PgnotifyError: the acknowledgements stay noted.
+        """
+        items: list[_Settlement] = []
+        if self._flushing != threading.get_ident():
+            with self._flush_lock:
+                while self._outbox and self._outbox[0].outcome is Outcome.ACKNOWLEDGED:
+                    items.append(self._outbox.popleft())
+        try:
+            settled, rows = self._store.run_with_acks([i.lease.fence for i in items], call)
+        except BaseException:
+            self._outbox.extendleft(reversed(items))
+            raise
+        self._check(items, settled)
+        return rows
+
     @property
     def pending(self) -> bool:
         """True if something waits to be settled."""
@@ -188,9 +208,14 @@ class LeaseKeeper:
         else:
             started = outcome is Outcome.REQUEUED
             settled = self._store.release(fences, queues, started=started)
+        self._check(items, settled)
+
+    @staticmethod
+    def _check(items: list[_Settlement], settled: set[int]) -> None:
+        """Report what could not be settled, since somebody else has it by now."""
         for item in items:
             if item.lease.fence.task_id not in settled:
-                _log_lost(item.lease, f"it was not {outcome.value}")
+                _log_lost(item.lease, f"it was not {item.outcome.value}")
 
     def _start(self) -> None:
         """Start the thread if it is not running; the caller holds the lock."""
@@ -201,8 +226,8 @@ class LeaseKeeper:
     def _keep(self) -> None:
         idle = 0
         while True:
-            self._listen_inside()
             try:
+                self._listen_inside()
                 self._renew_due(monotonic())
                 if self._outbox and monotonic() - self._outbox[0].since >= self._round / 2:
                     self.flush()
@@ -225,24 +250,21 @@ class LeaseKeeper:
 
     def _listen_inside(self) -> None:
         """Wait for this process's own messages, at most a round."""
-        hurry = False
+        hurry, forsaken = False, 0
         try:
             lease = self._inbox.get(timeout=self._round)
             while True:
-                if lease is None:
-                    hurry = True
-                elif self._leases.get(lease.fence) is lease:
-                    logger.info("lease.forsaken task_id=%d queue=%r", lease.fence[0], lease.queue)
+                hurry = True
+                if lease is not None and self._leases.get(lease.fence) is lease:
+                    forsaken += 1
                     self.settle(lease, Outcome.RELEASED)
-                    hurry = True
                 lease = self._inbox.get_nowait()
         except queue.Empty:
             pass
+        if forsaken:
+            logger.info("lease.forsaken released=%d", forsaken)
         if hurry:
-            try:
-                self.flush()
-            except PgnotifyError as exc:
-                self._warn(exc)
+            self.flush()
 
     def _renew_due(self, now: float) -> None:
         due = [le for le in list(self._leases.values()) if now - le.renewed_at >= self._renew_after]

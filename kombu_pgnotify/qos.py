@@ -49,7 +49,7 @@ class QoS:
         self._settle_later = settle_later
         self._credit_regained = credit_regained
         self._unacked: dict[str, tuple[Message, Lease]] = {}
-        # Tags whose message this channel no longer keeps alive, see let_go().
+        # Those that this channel no longer keeps alive, see let_go().
         self._let_go: dict[str, Lease] = {}
 
     def append(self, message: Message, lease: Lease) -> None:
@@ -66,13 +66,13 @@ class QoS:
 
     def can_consume(self) -> bool:
         """True while the prefetch limit allows one more message."""
-        return not self.prefetch_count or len(self._unacked) < self.prefetch_count
+        return not self.prefetch_count or self._outstanding < self.prefetch_count
 
     def can_consume_max_estimate(self) -> int | None:
         """How many more messages the prefetch limit allows; None: no limit."""
         if not self.prefetch_count:
             return None
-        return max(self.prefetch_count - len(self._unacked), 0)
+        return max(self.prefetch_count - self._outstanding, 0)
 
     def ack(self, delivery_tag: str, multiple: bool = False) -> None:
         """Acknowledge a message, or with `multiple` all up to it (AMQP 0-9-1, basic.ack)."""
@@ -87,33 +87,40 @@ class QoS:
 
     def restore_unacked(self) -> None:
         """Requeue everything unacknowledged (AMQP 0-9-1, basic.recover)."""
-        self._settle(list(self._unacked), Outcome.REQUEUED)
+        self._settle(self._tags("", multiple=True), Outcome.REQUEUED)
 
     def restore_unacked_once(self, stderr: Any = None) -> None:
         """Release what is still unacknowledged when the channel closes in good order."""
-        if self._unacked:
-            logger.info("channel.close released=%d", len(self._unacked))
-        self._settle(list(self._unacked), Outcome.RELEASED)
+        if tags := self._tags("", multiple=True):
+            logger.info("channel.close released=%d", len(tags))
+            self._settle(tags, Outcome.RELEASED)
 
     def let_go(self) -> None:
-        """The connection was lost: hold on to what is still being worked on, and only that.
+        """Hold on to what is still being worked on, and only to that.
 
-        The leases are in the database and did not get lost.  A message that somebody still
-        refers to (a running task) keeps its lease, and its old tag still acknowledges it;
-        one that dies unacknowledged (reserved, dropped by Celery) is released.
+        For a lost connection, where the leases in the database were not lost, and for a
+        worker that is shutting down.  A message that somebody still refers to (a running
+        task) keeps its lease, and its tag still acknowledges it; one that dies
+        unacknowledged (reserved, then dropped by Celery) is released at once.  Takes no
+        lock and does no I/O, since it happens in signal handlers too.
         """
         keeper = self._keeper()
         while self._unacked:
             tag, (message, lease) = self._unacked.popitem()
             self._let_go[tag] = lease
-            lease.watch = weakref.ref(message, functools.partial(_forsaken, keeper, lease))
+            forsaken = functools.partial(_forsaken, keeper, self._let_go, tag)
+            lease.watch = weakref.ref(message, forsaken)
             del message
+
+    @property
+    def _outstanding(self) -> int:
+        return len(self._unacked) + len(self._let_go)
 
     def _tags(self, delivery_tag: str, multiple: bool) -> list[str]:
         if not multiple:
             return [delivery_tag]
-        tags = list(self._unacked)
-        if delivery_tag in self._unacked:
+        tags = [*self._let_go, *self._unacked]
+        if delivery_tag in tags:
             return tags[: tags.index(delivery_tag) + 1]
         # AMQP: tag zero means everything outstanding.
         return tags if delivery_tag in (0, "0", "") else []
@@ -141,5 +148,7 @@ def flush(keeper: LeaseKeeper) -> None:
         logger.warning("settle.delayed the keeper tries again: %s", exc)
 
 
-def _forsaken(keeper: LeaseKeeper, lease: Lease, _: object) -> None:
-    keeper.forsaken(lease)
+def _forsaken(keeper: LeaseKeeper, let_go: dict[str, Lease], tag: str, _: object) -> None:
+    """Weakref callback: the message died; unless it was settled, give it back."""
+    if (lease := let_go.pop(tag, None)) is not None:
+        keeper.forsaken(lease)

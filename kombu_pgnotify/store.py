@@ -7,12 +7,15 @@ JSON) and a payload (bytes).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from .claims import Ranges
 from .database import Database
-from .session import Call
+from .session import Call, Rows
+
+#: Runs one call and returns its rows.
+Run: TypeAlias = Callable[[Call], Rows]
 
 #: What an announcement says (the NOTIFY payload): a row was published …
 PUBLISHED = "published"
@@ -85,14 +88,27 @@ class MessageStore:
         calls = [(self._statements["publish"], row), *self._announcements([queue], PUBLISHED)]
         return int(self._database.run(*calls)[0][0][0])
 
-    def claim(self, queue: str, ranges: Ranges, limit: int, worker: str) -> list[Claimed]:
-        """Lease up to `limit` messages to `worker`, in delivery order."""
-        params = (queue, *ranges, limit, worker, self._options.visibility_timeout)
-        return self._fetch((self._statements["claim"], params))
+    def claim(
+        self, queue: str, ranges: Ranges, limit: int, worker: str, run: Run | None = None
+    ) -> list[Claimed]:
+        """Lease up to `limit` messages to `worker`, in delivery order.
 
-    def take(self, queue: str, ranges: Ranges, limit: int) -> list[Claimed]:
+        Arguments:
+            run: carries out the call, with others in its round trip.
+        """
+        params = (queue, *ranges, limit, worker, self._options.visibility_timeout)
+        return self._fetch((self._statements["claim"], params), run)
+
+    def take(self, queue: str, ranges: Ranges, limit: int, run: Run | None = None) -> list[Claimed]:
         """Remove and return up to `limit` messages, for consumers that do not acknowledge."""
-        return self._fetch((self._statements["take"], (queue, *ranges, limit)))
+        return self._fetch((self._statements["take"], (queue, *ranges, limit)), run)
+
+    def run_with_acks(self, fences: Sequence[Fence], call: Call) -> tuple[set[int], Rows]:
+        """Acknowledge `fences` and run `call`, in one round trip; return what both returned."""
+        if not fences:
+            return set(), self._database.run(call)[0]
+        acked, rows = self._database.run(self._settling("acknowledge", fences), call)
+        return {row[0] for row in acked}, rows
 
     def acknowledge(self, fences: Sequence[Fence]) -> set[int]:
         """Delete messages; return the ids of those whose fence still held."""
@@ -141,8 +157,9 @@ class MessageStore:
             if int(rows[0][0]) < _CHUNK:
                 return total
 
-    def _fetch(self, call: Call) -> list[Claimed]:
-        rows = [Claimed(*row) for row in self._database.run(call)[0]]
+    def _fetch(self, call: Call, run: Run | None) -> list[Claimed]:
+        fetched = run(call) if run is not None else self._database.run(call)[0]
+        rows = [Claimed(*row) for row in fetched]
         # RETURNING has no order of its own.
         rows.sort(key=lambda row: (row.rank, row.task_id))
         return rows
@@ -150,10 +167,13 @@ class MessageStore:
     def _settle(
         self, name: str, fences: Sequence[Fence], *params: object, announce: set[str] | None = None
     ) -> set[int]:
-        columns = ([f.task_id for f in fences], [f.delivery for f in fences])
-        calls: list[Call] = [(self._statements[name], (*columns, *params))]
+        calls = [self._settling(name, fences, *params)]
         calls += self._announcements(sorted(announce or ()), RELEASED)
         return {row[0] for row in self._database.run(*calls)[0]}
+
+    def _settling(self, name: str, fences: Sequence[Fence], *params: object) -> Call:
+        columns = ([f.task_id for f in fences], [f.delivery for f in fences])
+        return self._statements[name], (*columns, *params)
 
     def _announcements(self, queues: Sequence[str], what: str) -> list[Call]:
         """Announce after the commit, never inside: a commit that notifies holds a lock of the

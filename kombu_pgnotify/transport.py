@@ -88,6 +88,11 @@ class Transport(virtual.Transport):
             self._consumption = Consumption(self.broker, self._waker.wake)
         return self._consumption
 
+    @property
+    def in_event_loop(self) -> bool:
+        """True if kombu's hub drives this connection."""
+        return self._link is not None
+
     def settles_soon(self) -> bool:
         """True if the calling thread's loop settles acks in this iteration."""
         return self._link is not None and self._link.settles_soon()
