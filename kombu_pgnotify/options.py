@@ -187,6 +187,8 @@ def _schema(name: str, value: Any) -> str:
         raise ConfigurationError(
             f"option {name!r} may not start with 'pg_', which PostgreSQL reserves: {value!r}"
         )
+    if "$kombu_pgnotify$" in text:
+        raise ConfigurationError(f"option {name!r} may not contain '$kombu_pgnotify$': {value!r}")
     return text
 
 

@@ -50,6 +50,12 @@ _CERT_REQS = {
     "CERT_REQUIRED": "verify-full",
 }
 
+#: The remedy for a URL that falls apart at the wrong place.
+_ENCODE = (
+    "in user, password and database write '@' as %40, ':' as %3A, '/' as %2F, '?' as %3F "
+    "and '%' as %25"
+)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -126,6 +132,8 @@ def parse(url: str, option_names: tuple[str, ...]) -> Target:
     userinfo, _, hostlist = authority.rpartition("@")
     user, colon, password = userinfo.partition(":")
     params = _hosts(hostlist)
+    if "@" in path:
+        raise ConfigurationError(f"the broker URL cannot be read; {_ENCODE}")
     if path:
         params["dbname"] = unquote(path)
     if user:
@@ -231,9 +239,8 @@ def _hosts(text: str, *, decode: bool = True) -> dict[str, str]:
         elif not place.startswith("/") and place.count(":") == 1:
             host, _, port = place.partition(":")
         if port and not (port.isdigit() and 0 < int(port) < 65536):
-            raise ConfigurationError(
-                f"{port!r} is no port number, in the broker URL's host {place!r}"
-            )
+            # What stands here may be a piece of the password: do not repeat it.
+            raise ConfigurationError(f"the broker URL holds no valid port; {_ENCODE}")
         hosts.append(unquote(host) if decode else host)
         ports.append(port)
     params = {"host": ",".join(hosts)} if any(hosts) else {}
@@ -273,7 +280,7 @@ def _ssl_params(given: Mapping[str, Any]) -> dict[str, str]:
 def _unknown_key(key: str, option_names: tuple[str, ...]) -> str:
     """Say which key is unknown; never repeat what may be the rest of a password."""
     if "@" in key:
-        return "the broker URL has '?' before '@': write a '?' in the password as %3F"
+        raise ConfigurationError(f"the broker URL cannot be read; {_ENCODE}")
     known = sorted((libpq_keywords() - set(_OURS)) | set(option_names))
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "it is neither libpq's nor an option"

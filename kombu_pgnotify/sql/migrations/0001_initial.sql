@@ -80,12 +80,13 @@ CREATE FUNCTION {schema}.channel_of(in_schema text, queue text) RETURNS text
 -- trigger, another language, an application's own transaction); the transport
 -- announces after its commit and silences these triggers with kombu_pgnotify.quiet.
 -- NOTIFY folds equal announcements of one transaction into one.
+-- The quotes around the body have a name that no schema may contain (options.py holds that).
 CREATE FUNCTION {schema}.announce() RETURNS trigger
-    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $kombu_pgnotify$
 BEGIN
     PERFORM pg_notify({schema}.channel_of(TG_TABLE_SCHEMA, NEW.task_name), TG_ARGV[0]);
     RETURN NULL;
-END $$;
+END $kombu_pgnotify$;
 
 CREATE TRIGGER announce_published AFTER INSERT ON {schema}.tasks
     FOR EACH ROW
