@@ -17,7 +17,7 @@ from fix_worker import CeleryWorker
 from helpers import wait_until
 
 APP = Path(__file__).with_name("celery") / "app.py"
-POOLS = ["prefork", "threads", "solo", "gevent"]
+POOLS = ["prefork", "threads", "solo", "gevent", "eventlet"]
 
 
 class Cluster:
