@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -116,10 +116,10 @@ class Database:
         if idle:
             self._pool.dispose()
 
-    def run(self, *calls: Call) -> list[Rows]:
-        """Run calls in one round trip, each in its own transaction, on a pooled session."""
+    def run(self, *calls: Call, hints: Sequence[Call] = ()) -> list[Rows]:
+        """:meth:`Session.run` on a pooled session."""
         with self.session() as session:
-            return session.run(*calls)
+            return session.run(*calls, hints=hints)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[Session]:
@@ -231,8 +231,11 @@ class Database:
                 f"a right is missing on {where}: {reason}; "
                 f"grant it on schema {self.options.schema!r} (see the README, Rights)"
             )
-        if _refused(state, reason) and not self._reached:
-            return ConfigurationError(f"{where} refuses the login: {reason}")
+        if _refused(state, reason):
+            if not self._reached:
+                return ConfigurationError(f"{where} refuses the login: {reason}")
+            # It has let us in before: passwords and certificates are being changed.
+            return DatabaseUnavailable(f"{where} refuses the login now: {reason}")
         if state == "57014":
             return DatabaseUnavailable(
                 f"{where} did not finish a statement within statement_timeout "
@@ -240,8 +243,6 @@ class Database:
             )
         if not state or state.startswith(_RETRY_CLASSES) or state in _RETRY_CODES:
             return DatabaseUnavailable(f"{where} cannot serve us: {reason}")
-        if _refused(state, reason):
-            return DatabaseUnavailable(f"{where} refuses the login now: {reason}")
         return StatementFailed(f"{where} refused a statement: {reason}")
 
 

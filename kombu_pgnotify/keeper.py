@@ -116,6 +116,12 @@ class LeaseKeeper:
             # In this order, so that the thread never sees nothing held in between.
             self._outbox.append(_Settlement(lease, outcome, reason, monotonic()))
             self._leases.pop(lease.fence, None)
+        else:
+            logger.warning(
+                "settle.ignored task_id=%d outcome=%s: the lease was lost, or is the parent's",
+                lease.fence.task_id,
+                outcome.value,
+            )
 
     def hurry(self) -> None:
         """Ask the thread to settle now; takes no lock and does no I/O."""

@@ -9,6 +9,7 @@ never answers, whatever its own timeout says.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -26,6 +27,8 @@ Call: TypeAlias = tuple[Statement, Sequence[Any]]
 
 #: The rows of one statement.
 Rows: TypeAlias = list[tuple[Any, ...]]
+
+logger = logging.getLogger(__name__)
 
 _TEXT, _BINARY = 0, 1
 
@@ -70,25 +73,40 @@ class Session:
         """The connection's socket."""
         return self._pgconn.socket
 
-    def run(self, *calls: Call) -> list[Rows]:
+    def run(self, *calls: Call, hints: Sequence[Call] = ()) -> list[Rows]:
         """Run each call in a transaction of its own, all in one round trip.
 
         A failed call does not stop those behind it; the first failure is raised when
         all have been answered.  When the answers do not come, or anything
         interrupts the wait, the connection is closed: nobody knows its state.
 
+        Arguments:
+            hints: calls run after the others whose failure is only logged: what they
+                announce is in the table, and a poll finds it.
+
         Raises:
             psycopg.Error: the server refused a statement, or is lost.
         """
+        outcomes: list[Rows | Exception] = []
         try:
-            outcomes = self._exchange(calls)
+            self._exchange((*calls, *hints), outcomes)
+        except psycopg.Error as exc:
+            self.close()
+            if len(outcomes) < len(calls):
+                raise
+            outcomes.append(exc)
         except BaseException:
             self.close()
             raise
-        for outcome in outcomes:
+        done: list[Rows] = []
+        for outcome in outcomes[: len(calls)]:
             if isinstance(outcome, Exception):
                 raise outcome
-        return outcomes  # type: ignore[return-value]
+            done.append(outcome)
+        for outcome in outcomes[len(calls) :]:
+            if isinstance(outcome, Exception):
+                logger.warning("announce.failed polls will find it: %s", outcome)
+        return done
 
     def script(self, text: str) -> Rows:
         """Run one or more statements as text, without parameters; return the last one's rows.
@@ -141,7 +159,8 @@ class Session:
         """Close the connection at once, whatever it is doing."""
         self._pgconn.finish()
 
-    def _exchange(self, calls: Sequence[Call]) -> list[Rows | Exception]:
+    def _exchange(self, calls: Sequence[Call], outcomes: list[Rows | Exception]) -> None:
+        """Run `calls`; `outcomes` grows as they are answered."""
         # Encoded before anything is sent: a value that cannot be must not leave half a pipeline.
         encoded = [[_encode(param) for param in params] for _, params in calls]
         pgconn = self._pgconn
@@ -152,9 +171,9 @@ class Session:
             fresh.append(self._send(statement, values, formats))
             # The sync ends the call's implicit transaction.
             pgconn.pipeline_sync()
-        outcomes = [self._receive(name, self._deadline()) for name in fresh]
+        for name in fresh:
+            outcomes.append(self._receive(name, self._deadline()))
         pgconn.exit_pipeline_mode()
-        return outcomes
 
     def _deadline(self) -> float:
         return monotonic() + self._patience

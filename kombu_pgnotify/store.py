@@ -85,8 +85,8 @@ class MessageStore:
             available_at: ISO time with offset; the message is held until then.
         """
         row = (queue, priority, available_at, envelope, payload, self._options.synchronous_commit)
-        calls = [(self._statements["publish"], row), *self._announcements([queue], PUBLISHED)]
-        return int(self._database.run(*calls)[0][0][0])
+        hints = self._announcements([queue], PUBLISHED)
+        return int(self._database.run((self._statements["publish"], row), hints=hints)[0][0][0])
 
     def claim(
         self, queue: str, ranges: Ranges, limit: int, worker: str, run: Run | None = None
@@ -136,7 +136,7 @@ class MessageStore:
         promoted = int(rows[0][0])
         if promoted:
             # Their ids lie below what other consumers have passed.
-            self._database.run(*self._announcements([queue], RELEASED))
+            self._database.run(hints=self._announcements([queue], RELEASED))
         return promoted
 
     def next_look(self, queue: str) -> float | None:
@@ -167,9 +167,9 @@ class MessageStore:
     def _settle(
         self, name: str, fences: Sequence[Fence], *params: object, announce: set[str] | None = None
     ) -> set[int]:
-        calls = [self._settling(name, fences, *params)]
-        calls += self._announcements(sorted(announce or ()), RELEASED)
-        return {row[0] for row in self._database.run(*calls)[0]}
+        hints = self._announcements(sorted(announce or ()), RELEASED)
+        call = self._settling(name, fences, *params)
+        return {row[0] for row in self._database.run(call, hints=hints)[0]}
 
     def _settling(self, name: str, fences: Sequence[Fence], *params: object) -> Call:
         columns = ([f.task_id for f in fences], [f.delivery for f in fences])

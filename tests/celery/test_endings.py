@@ -28,7 +28,9 @@ def test_sigkill_redelivers_everything_the_worker_held(cluster: Cluster) -> None
     other.stop()
     assert cluster.happened("done") == dict.fromkeys(labels, 1)
     (last,) = cluster.sql("SELECT max(at) FROM executions WHERE event = 'started'")[0]
-    sys.stdout.write(f"last of 8 redelivered {(last - killed_at).total_seconds():.2f} s after SIGKILL\n")
+    sys.stdout.write(
+        f"last of 8 redelivered {(last - killed_at).total_seconds():.2f} s after SIGKILL\n"
+    )
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
