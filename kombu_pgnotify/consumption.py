@@ -61,14 +61,15 @@ class Consumer:
 class _Watch:
     """What is known about one queue."""
 
-    __slots__ = ("channel", "cursor", "look_at", "promote_at", "queue", "seen_empty")
+    __slots__ = ("channel", "cursor", "look_at", "promote_at", "promote_now", "queue", "seen_empty")
 
     def __init__(self, queue: str, channel: str) -> None:
         self.queue = queue
         self.channel = channel
         self.cursor = ClaimCursor()
         self.look_at = 0.0  # monotonic time of the next look
-        self.promote_at = 0.0
+        self.promote_at = 0.0  # … and of the next check for due messages, if busy
+        self.promote_now = False
         self.seen_empty = False
 
 
@@ -171,7 +172,7 @@ class Consumption:
 
     def next_look(self) -> float | None:
         """Return in how many seconds to look again; None: only when woken."""
-        times = [w.look_at for w in self._watches.values() if self._taker(w.queue) is not None]
+        times = [watch.look_at for watch in self._watches.values() if self._wanted(watch.queue)]
         return max(0.0, min(times) - monotonic()) if times else None
 
     def _listen(self) -> None:
@@ -205,6 +206,9 @@ class Consumption:
                 return True
         return False
 
+    def _wanted(self, queue: str) -> bool:
+        return any(taker.credit().can_consume() for taker in self._consumers.get(queue, ()))
+
     def _taker(self, queue: str) -> Consumer | None:
         """Return a consumer of `queue` that takes more, each getting its turn."""
         consumers = self._consumers.get(queue, [])
@@ -218,10 +222,12 @@ class Consumption:
     def _look(self, watch: _Watch, taker: Consumer, one_by_one: bool) -> bool:
         """Claim from one queue for `taker`; True if something came."""
         now = monotonic()
-        if watch.seen_empty or now >= watch.promote_at:
-            self._promote(watch, now)
+        if watch.seen_empty:
+            self._plan(watch, now)
             if watch.look_at > now:
                 return False
+        elif watch.promote_now:
+            self._promote(watch, now)
         limit = self._broker.options.max_batch
         credit = taker.credit().can_consume_max_estimate()
         if credit is not None:
@@ -232,22 +238,25 @@ class Consumption:
         self._buffer.extend(rows)
         return bool(rows)
 
-    def _promote(self, watch: _Watch, now: float) -> None:
-        """Make due messages ready; after an empty claim also plan the next look."""
-        store, watch.promote_at = self._broker.store, now + PROMOTE_EVERY
-        if not watch.seen_empty:
-            if store.promote(watch.queue):
-                watch.cursor.look_from_start()
-            return
-        poll = self._broker.options.poll_every * random.uniform(1 - JITTER, 1)
-        seconds = store.next_look(watch.queue)
+    def _promote(self, watch: _Watch, now: float) -> bool:
+        """Make held messages ready whose time has come; True if there were any."""
+        watch.promote_now, watch.promote_at = False, now + PROMOTE_EVERY
+        promoted = self._broker.store.promote(watch.queue)
+        if promoted:
+            watch.cursor.look_from_start()
+        return bool(promoted)
+
+    def _plan(self, watch: _Watch, now: float) -> None:
+        """The queue is empty: find out when to look again although nobody announces anything."""
         watch.seen_empty = False
+        wait = self._broker.options.poll_every * random.uniform(1 - JITTER, 1)
+        seconds = self._broker.store.next_look(watch.queue)
         if seconds is None or seconds > 0:
-            watch.look_at = monotonic() + min(poll, poll if seconds is None else seconds)
+            watch.look_at = monotonic() + (wait if seconds is None else min(wait, seconds))
             return
         # Due, or expired: take it now, or soon where somebody else is at it.
         watch.cursor.look_from_start()
-        if not store.promote(watch.queue):
+        if not self._promote(watch, now):
             watch.look_at = now + AGAIN_SOON
 
     def _claim(
@@ -265,9 +274,12 @@ class Consumption:
             leases = [*broker.keeper.hold(watch.queue, rows, started)]
         now = monotonic()
         outlook = watch.cursor.claimed([(r.rank, r.task_id) for r in rows], limit, started, now)
-        if outlook is Outlook.UNSURE:
+        if outlook is Outlook.MORE:
+            # A queue that is never empty still has to let due messages in.
+            watch.promote_now = now >= watch.promote_at
+        elif outlook is Outlook.UNSURE:
             watch.look_at = watch.cursor.due_from_start()
-        elif outlook is Outlook.EMPTY:
+        else:
             # First hand over what came; then ask when to look again.
             watch.seen_empty = True
         return [
