@@ -154,7 +154,7 @@ class LeaseKeeper:
                 self._flushing = None
 
     def run_with_acks(self, call: Call) -> Rows:
-        """Run `call` in one round trip with the acknowledgements noted so far.
+        """Run `call` in one transaction with the acknowledgements noted so far.
 
         Raises:
             PgnotifyError: the acknowledgements stay noted.

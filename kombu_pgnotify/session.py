@@ -74,36 +74,33 @@ class Session:
         return self._pgconn.socket
 
     def run(self, *calls: Call, hints: Sequence[Call] = ()) -> list[Rows]:
-        """Run each call in a transaction of its own, all in one round trip.
+        """Run the calls as one transaction, then each hint in one of its own, in one round trip.
 
-        A failed call does not stop those behind it; the first failure is raised when
-        all have been answered.  When the answers do not come, or anything
-        interrupts the wait, the connection is closed: nobody knows its state.
+        When the answers do not come, or anything interrupts the wait, the connection is
+        closed: nobody knows its state.
 
         Arguments:
-            hints: calls run after the others whose failure is only logged: what they
-                announce is in the table, and a poll finds it.
+            hints: calls whose failure is only logged: what they announce is in the table,
+                and a poll finds it.
 
         Raises:
             psycopg.Error: the server refused a statement, or is lost.
         """
-        outcomes: list[Rows | Exception] = []
+        outcomes: list[list[Rows] | Exception] = []
         try:
-            self._exchange((*calls, *hints), outcomes)
+            self._exchange([calls, *((hint,) for hint in hints)], outcomes)
         except psycopg.Error as exc:
             self.close()
-            if len(outcomes) < len(calls):
+            if not outcomes:
                 raise
             outcomes.append(exc)
         except BaseException:
             self.close()
             raise
-        done: list[Rows] = []
-        for outcome in outcomes[: len(calls)]:
-            if isinstance(outcome, Exception):
-                raise outcome
-            done.append(outcome)
-        for outcome in outcomes[len(calls) :]:
+        done, *announced = outcomes
+        if isinstance(done, Exception):
+            raise done
+        for outcome in announced:
             if isinstance(outcome, Exception):
                 logger.warning("announce.failed polls will find it: %s", outcome)
         return done
@@ -159,20 +156,24 @@ class Session:
         """Close the connection at once, whatever it is doing."""
         self._pgconn.finish()
 
-    def _exchange(self, calls: Sequence[Call], outcomes: list[Rows | Exception]) -> None:
-        """Run `calls`; `outcomes` grows as they are answered."""
+    def _exchange(
+        self, transactions: Sequence[Sequence[Call]], outcomes: list[list[Rows] | Exception]
+    ) -> None:
+        """Run each group of calls as a transaction; `outcomes` grows as they are answered."""
         # Encoded before anything is sent: a value that cannot be must not leave half a pipeline.
-        encoded = [[_encode(param) for param in params] for _, params in calls]
+        encoded = [
+            [(statement, *_encode_all(params)) for statement, params in calls]
+            for calls in transactions
+        ]
         pgconn = self._pgconn
         pgconn.enter_pipeline_mode()
         fresh = []
-        for (statement, params), values in zip(calls, encoded, strict=True):
-            formats = [_BINARY if isinstance(param, bytes) else _TEXT for param in params]
-            fresh.append(self._send(statement, values, formats))
-            # The sync ends the call's implicit transaction.
+        for calls in encoded:
+            fresh.append([name for call in calls if (name := self._send(*call)) is not None])
+            # The sync ends the implicit transaction.
             pgconn.pipeline_sync()
-        for name in fresh:
-            outcomes.append(self._receive(name, self._deadline()))
+        for names in fresh:
+            outcomes.append(self._receive(names, self._deadline()))
         pgconn.exit_pipeline_mode()
 
     def _deadline(self) -> float:
@@ -195,10 +196,15 @@ class Session:
         self._pgconn.send_query_prepared(name, values, param_formats=formats, result_format=_BINARY)
         return statement.name if fresh else None
 
-    def _receive(self, fresh: str | None, deadline: float) -> Rows | Exception:
-        """Collect the outcome of the next call: its rows, or the error."""
+    def _receive(self, fresh: list[str], deadline: float) -> list[Rows] | Exception:
+        """Collect the outcome of the next transaction: the rows of its calls, or the error.
+
+        Arguments:
+            fresh: names of the statements it prepares, in order.
+        """
         pgconn = self._pgconn
-        outcome: Rows | Exception = []
+        rows: list[Rows] = []
+        error: Exception | None = None
         while True:
             self._await_answer(deadline)
             result = pgconn.get_result()
@@ -206,15 +212,15 @@ class Session:
                 continue
             status = result.status
             if status == pq.ExecStatus.PIPELINE_SYNC:
-                return outcome
+                return error or rows
             if status == pq.ExecStatus.TUPLES_OK:
-                outcome = _rows(result)
+                rows.append(_rows(result))
             elif status == pq.ExecStatus.COMMAND_OK:
-                fresh = None  # what follows is about the execution
+                # Every statement of ours returns rows: this one answers a prepare.
+                fresh.pop(0)
             elif status != pq.ExecStatus.PIPELINE_ABORTED:
-                if fresh is not None:
-                    self._prepared.discard(fresh)
-                outcome = error_from_result(result, encoding="utf-8")
+                error = error_from_result(result, encoding="utf-8")
+                self._prepared.difference_update(fresh)
 
     def _await_answer(self, deadline: float) -> None:
         """Send what is still to be sent and wait until something can be read."""
@@ -247,6 +253,12 @@ def _rows(result: pq.abc.PGresult) -> Rows:
         )
         for row in range(result.ntuples)
     ]
+
+
+def _encode_all(params: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
+    """Encode parameters; return them and their formats."""
+    formats = [_BINARY if isinstance(param, bytes) else _TEXT for param in params]
+    return [_encode(param) for param in params], formats
 
 
 def _encode(value: Any) -> bytes | None:

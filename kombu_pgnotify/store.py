@@ -104,7 +104,7 @@ class MessageStore:
         return self._fetch((self._statements["take"], (queue, *ranges, limit)), run)
 
     def run_with_acks(self, fences: Sequence[Fence], call: Call) -> tuple[set[int], Rows]:
-        """Acknowledge `fences` and run `call`, in one round trip; return what both returned."""
+        """Acknowledge `fences` and run `call`, in one transaction; return what both returned."""
         if not fences:
             return set(), self._database.run(call)[0]
         acked, rows = self._database.run(self._settling("acknowledge", fences), call)
@@ -134,9 +134,9 @@ class MessageStore:
         """Make held messages whose time has come ready; return how many."""
         rows = self._database.run((self._statements["promote"], (queue, _CHUNK)))[0]
         promoted = int(rows[0][0])
-        if promoted:
+        if promoted and (hints := self._announcements([queue], RELEASED)):
             # Their ids lie below what other consumers have passed.
-            self._database.run(hints=self._announcements([queue], RELEASED))
+            self._database.run(hints=hints)
         return promoted
 
     def next_look(self, queue: str) -> float | None:
