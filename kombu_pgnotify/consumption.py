@@ -194,16 +194,19 @@ class Consumption:
         """Look at the queues that are due, in turn, until one gave something."""
         watches = list(self._watches.values())
         start = next(self._turn)
-        self._blocked = False
+        # Said before it is known, so that an ack made meanwhile by another thread wakes us.
+        self._blocked = True
+        blocked = False
         for n in range(len(watches)):
             watch = watches[(start + n) % len(watches)]
             if watch.look_at > monotonic():
                 continue
             taker = self._taker(watch.queue)
             if taker is None:
-                self._blocked = True
+                blocked = True
             elif self._look(watch, taker, one_by_one):
                 return True
+        self._blocked = blocked
         return False
 
     def _wanted(self, queue: str) -> bool:
@@ -212,11 +215,11 @@ class Consumption:
     def _taker(self, queue: str) -> Consumer | None:
         """Return a consumer of `queue` that takes more, each getting its turn."""
         consumers = self._consumers.get(queue, [])
+        start = next(self._turn)
         for n in range(len(consumers)):
-            if consumers[n].credit().can_consume():
-                if n + 1 < len(consumers):
-                    self._consumers[queue] = consumers[n + 1 :] + consumers[: n + 1]
-                return consumers[n]
+            consumer = consumers[(start + n) % len(consumers)]
+            if consumer.active and consumer.credit().can_consume():
+                return consumer
         return None
 
     def _look(self, watch: _Watch, taker: Consumer, one_by_one: bool) -> bool:
