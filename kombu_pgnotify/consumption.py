@@ -91,7 +91,8 @@ class Consumption:
         self._watches: dict[str, _Watch] = {}
         self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
         self._news: deque[tuple[str | None, bool]] = deque()
-        self._turn = itertools.count()
+        self._queue_turn = itertools.count()
+        self._consumer_turn = itertools.count()
         self._blocked = False
 
     @property
@@ -193,7 +194,7 @@ class Consumption:
     def _fetch_somewhere(self, one_by_one: bool) -> bool:
         """Look at the queues that are due, in turn, until one gave something."""
         watches = list(self._watches.values())
-        start = next(self._turn)
+        start = next(self._queue_turn)
         # Said before it is known, so that an ack made meanwhile by another thread wakes us.
         self._blocked = True
         blocked = False
@@ -215,7 +216,7 @@ class Consumption:
     def _taker(self, queue: str) -> Consumer | None:
         """Return a consumer of `queue` that takes more, each getting its turn."""
         consumers = self._consumers.get(queue, [])
-        start = next(self._turn)
+        start = next(self._consumer_turn)
         for n in range(len(consumers)):
             consumer = consumers[(start + n) % len(consumers)]
             if consumer.active and consumer.credit().can_consume():
