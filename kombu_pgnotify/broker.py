@@ -42,11 +42,11 @@ class Broker:
     def close(self) -> None:
         """Give back what is held and close every connection; for the end of the process."""
         self.listener.close(_GOODBYE)
-        if self.keeper.held or self.keeper.pending:
-            try:
-                self.keeper.release_all()
-            except PgnotifyError as exc:
-                logger.warning("broker.close leases expire by themselves: %s", exc)
+        try:
+            # Also waits for what the keeper's thread is just settling.
+            self.keeper.release_all()
+        except PgnotifyError as exc:
+            logger.warning("broker.close leases expire by themselves: %s", exc)
         self.database.close()
 
 

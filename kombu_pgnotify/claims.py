@@ -72,6 +72,9 @@ class ClaimCursor:
         """Return the ranges the next claim walks, highest priority first."""
         if self._bounds and self._may_start_over(now):
             self._earlier, self._bounds = self._bounds, {}
+        if not self._bounds:
+            # Here and not with the answer: what comes back meanwhile needs another look.
+            self._from_start = False
         ranks = sorted(self._bounds)
         # Between two known ranks lie unknown ones: each range reaches up to the next bound.
         after_rank = [BEFORE_ALL, *ranks]
@@ -92,7 +95,6 @@ class ClaimCursor:
         """
         whole = not self._bounds
         if whole:
-            self._from_start = False
             self._started_at, self._cost = now, now - started
         count = 0
         for rank, task_id in rows:

@@ -105,8 +105,9 @@ class Database:
             else:
                 schema.ensure(session, self.options.schema, create=self.options.create_schema)
                 self._verified = True
-        with self._lock:
-            self._users += 1
+            with self._lock:
+                # Within, so that the connection goes back to the pool.
+                self._users += 1
 
     def release(self) -> None:
         """Count one user less; with the last one the idle connections are closed."""
@@ -167,7 +168,13 @@ class Database:
 
     def _connect(self) -> Session:
         options = self.options
-        connection = psycopg.connect(autocommit=True, **self._conninfo())
+        try:
+            connection = psycopg.connect(autocommit=True, **self._conninfo())
+        except UnicodeEncodeError:
+            # It holds the password: nothing of it may be shown, not even as a cause.
+            raise ConfigurationError(
+                "user, password or another parameter cannot be written in UTF-8"
+            ) from None
         self._reached = True
         patience = options.statement_timeout + GRACE
         if not options.statement_timeout:
@@ -191,7 +198,10 @@ class Database:
             info["options"] = f"-c statement_timeout={limit} {info.get('options', '')}".strip()
         password = options.target.password
         if options.password_source is not None:
-            password = options.password_source()
+            try:
+                password = options.password_source()
+            except Exception as exc:
+                raise DatabaseUnavailable(f"the password cannot be had: {exc}") from exc
         if password is not None:
             info["password"] = str(password)
         return info
@@ -241,6 +251,8 @@ class Database:
                 f"{where} did not finish a statement within statement_timeout "
                 f"({self.options.statement_timeout:g} s): {reason}"
             )
+        if isinstance(exc, psycopg.DataError):
+            return StatementFailed(reason)
         if not state or state.startswith(_RETRY_CLASSES) or state in _RETRY_CODES:
             return DatabaseUnavailable(f"{where} cannot serve us: {reason}")
         return StatementFailed(f"{where} refused a statement: {reason}")

@@ -45,7 +45,8 @@ def unpack(row: Claimed) -> dict[str, Any]:
         loads = kombu_json.loads if _TYPED in row.envelope else json.loads
         message = loads(row.envelope)
         properties = message["properties"]
-        message.setdefault("headers", {})
+        if not isinstance(message.setdefault("headers", {}), dict):
+            raise TypeError("headers are no object")
         info = properties.setdefault("delivery_info", {})
         properties["delivery_tag"] = f"{row.task_id}.{row.delivery}"
         info.setdefault("exchange", "")
@@ -53,7 +54,9 @@ def unpack(row: Claimed) -> dict[str, Any]:
         if row.attempts > 1:
             info["redelivered"] = True
         message["body"] = _body(row.payload, properties.get("body_encoding"))
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as exc:
+        raise Unreadable(f"{type(exc).__name__}: {exc}") from exc
+    except RecursionError as exc:
         raise Unreadable(f"{type(exc).__name__}: {exc}") from exc
     return message  # type: ignore[no-any-return]
 

@@ -195,14 +195,19 @@ class LeaseKeeper:
         kinds: dict[tuple[Outcome, str], list[_Settlement]] = {}
         for item in batch:
             kinds.setdefault((item.outcome, item.reason), []).append(item)
+        failure: PgnotifyError | None = None
         try:
-            while kinds:
-                outcome, reason = kind = next(iter(kinds))
-                self._tell(outcome, reason, kinds[kind])
-                del kinds[kind]
-        except BaseException:
+            for kind in list(kinds):
+                try:
+                    self._tell(*kind, kinds[kind])
+                    del kinds[kind]
+                except PgnotifyError as exc:
+                    # One kind that cannot be settled does not hold up the others.
+                    failure = failure or exc
+        finally:
             self._outbox.extendleft(item for rest in kinds.values() for item in rest)
-            raise
+        if failure is not None:
+            raise failure
 
     def _tell(self, outcome: Outcome, reason: str, items: list[_Settlement]) -> None:
         fences = [item.lease.fence for item in items]
@@ -242,6 +247,9 @@ class LeaseKeeper:
             except IndexError:
                 # Somebody else has flushed what was seen first in the outbox.
                 pass
+            except Exception:
+                # Every lease of the process depends on this thread.
+                logger.exception("keeper.failed")
             idle = 0 if self._leases or self._outbox else idle + 1
             if idle > IDLE_ROUNDS and self._end():
                 return
@@ -249,7 +257,10 @@ class LeaseKeeper:
     def _end(self) -> bool:
         """Let go of the thread unless something came up meanwhile."""
         with self._thread_lock:
-            if self._leases or self._outbox or not self._inbox.empty():
+            # The outbox twice: a flush at work has emptied it and may fill it again, before it
+            # says that it has ended.
+            flushing = self._leases or self._outbox or self._flushing is not None
+            if flushing or self._outbox or not self._inbox.empty():
                 return False
             self._thread = None
             return True

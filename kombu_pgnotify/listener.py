@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Protocol
 
 from .database import Database
-from .errors import DatabaseUnavailable, PgnotifyError
+from .errors import DatabaseUnavailable
 from .session import Session
 from .sql import quote_identifier
 from .waker import Waker, wait_any
@@ -46,6 +46,7 @@ class Listener:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._wanted: dict[Subscriber, frozenset[str]] = {}
+        self._closing = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._waker: Waker | None = None
@@ -53,6 +54,7 @@ class Listener:
     def subscribe(self, subscriber: Subscriber, channels: Iterable[str]) -> None:
         """Let `subscriber` hear exactly these `channels`; it is told to resync for new ones."""
         with self._lock:
+            self._closing = False
             self._wanted[subscriber] = frozenset(channels)
             if self._thread is None:
                 self._waker = Waker()
@@ -69,11 +71,16 @@ class Listener:
 
     def close(self, timeout: float) -> None:
         """Forget everybody and wait up to `timeout` seconds for the thread to end."""
+        self._closing = True
         self._wanted.clear()
         thread = self._thread
         self._nudge()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
+
+    def _linger(self) -> float:
+        """How long the connection is kept for somebody new."""
+        return 0.0 if self._closing else LINGER
 
     def _nudge(self) -> None:
         waker = self._waker
@@ -87,7 +94,8 @@ class Listener:
             started = monotonic()
             try:
                 self._listen(self._waker)
-            except PgnotifyError as exc:
+            except Exception as exc:
+                # Whatever it is counts as a lost connection: nobody would start the thread again.
                 if monotonic() - started > LAST_BACKOFF:
                     backoff = FIRST_BACKOFF
                 logger.warning("listener.lost retry_in=%.2fs: %s", backoff, exc)
@@ -114,7 +122,7 @@ class Listener:
         session = self._database.open()
         try:
             with self._database.mapped_errors():
-                _Ear(session, self._database, self._wanted).listen(waker)
+                _Ear(session, self._database, self._wanted, self._linger).listen(waker)
         finally:
             session.close()
 
@@ -123,8 +131,13 @@ class _Ear:
     """One LISTEN connection's life."""
 
     def __init__(
-        self, session: Session, database: Database, wanted: dict[Subscriber, frozenset[str]]
+        self,
+        session: Session,
+        database: Database,
+        wanted: dict[Subscriber, frozenset[str]],
+        linger: Callable[[], float],
     ) -> None:
+        self._linger = linger
         self._session = session
         self._check = (database.statements["listening"], ())
         self._check_every = database.options.health_check_interval
@@ -138,16 +151,18 @@ class _Ear:
         while True:
             waker.drain()
             self._adjust()
+            if monotonic() >= self._check_at:
+                self._check_health()
+            # Last of all: the statements above read announcements off the socket, which then
+            # stays silent.
             self._dispatch()
             now = monotonic()
             if self._wanted:
                 leave_at = None
             elif leave_at is None:
-                leave_at = now + LINGER
-            elif now >= leave_at:
+                leave_at = now + self._linger()
+            if leave_at is not None and now >= leave_at:
                 return
-            if now >= self._check_at:
-                self._check_health()
             until = min(self._check_at, leave_at or self._check_at)
             wait_any((session.fileno(), waker.fileno()), until - monotonic())
 

@@ -135,11 +135,11 @@ class Session:
         """True if the server has closed the connection while it was idle; no round trip."""
         if self.closed:
             return True
-        if not wait_ready(self.fileno(), 0):
-            return False
         try:
-            # Readable while idle: a farewell, or only a notice or a parameter change.
-            self._pgconn.consume_input()
+            # Readable while idle: a notice or a parameter change, or a farewell and behind it
+            # the end, which only the next read meets.
+            while wait_ready(self.fileno(), 0):
+                self._pgconn.consume_input()
         except psycopg.Error:
             return True
         return self.closed
@@ -266,6 +266,9 @@ def _encode(value: Any) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, str):
+        if "\0" in value:
+            # libpq would cut it there, silently.
+            raise psycopg.DataError(f"text with a NUL cannot be kept: {value!r}")
         return value.encode()
     if isinstance(value, (list, tuple)):
         return ("{" + ",".join(map(str, value)) + "}").encode()

@@ -83,9 +83,11 @@ class Target:
             return f"service {known['service']!r}"
         hosts = known.get("host", "").split(",")
         ports = known.get("port", "").split(",")
+        if len(ports) == 1:
+            ports *= len(hosts)
         places = [
-            (host or "local socket") + (f":{ports[n if len(ports) > 1 else 0]}" if ports[0] else "")
-            for n, host in enumerate(hosts)
+            (host or "local socket") + (f":{port}" if port else "")
+            for host, port in zip(hosts, ports, strict=False)
         ]
         where = ",".join(places)
         for key, word in (("dbname", "database"), ("user", "user")):
@@ -198,6 +200,9 @@ def without_password(url: str) -> tuple[str, str | None, str | None]:
     """
     scheme = url.partition("://")[0]
     authority, path, query = split(url)
+    if "@" in path or "@" in query.partition("=")[0]:
+        # Part of the password may be anywhere. What is left shows nothing, and parse() refuses it.
+        return f"{scheme}://**:**/", None, None
     userinfo, _, hostlist = authority.rpartition("@")
     user, colon, password = userinfo.partition(":")
     secret: str | None = unquote(password) if colon else None
@@ -238,7 +243,7 @@ def _hosts(text: str, *, decode: bool = True) -> dict[str, str]:
             port = rest.removeprefix(":")
         elif not place.startswith("/") and place.count(":") == 1:
             host, _, port = place.partition(":")
-        if port and not (port.isdigit() and 0 < int(port) < 65536):
+        if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             # What stands here may be a piece of the password: do not repeat it.
             raise ConfigurationError(f"the broker URL holds no valid port; {_ENCODE}")
         hosts.append(unquote(host) if decode else host)

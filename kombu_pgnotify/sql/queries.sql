@@ -187,7 +187,7 @@ SELECT extract(epoch FROM least(
     (SELECT min(lease_expiration)
      FROM (SELECT lease_expiration
            FROM {schema}.tasks
-           WHERE task_name = $1 AND available_at IS NULL
+           WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
            ORDER BY rank, task_id
            LIMIT 1000) AS leased)
 ) - clock_timestamp())::float8;
@@ -196,18 +196,45 @@ SELECT extract(epoch FROM least(
 -- Counts the messages of queue $1 that a consumer could have or will have when their time
 -- comes: not the leased ones.  Stops counting at $2.
 SELECT count(*)
-FROM (SELECT FROM {schema}.tasks
-      WHERE task_name = $1 AND (lease_expiration IS NULL OR lease_expiration < now())
-      LIMIT $2::bigint) AS waiting;
+FROM (
+    (SELECT FROM {schema}.tasks
+     WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+       AND (lease_expiration IS NULL OR lease_expiration < now())
+     ORDER BY rank, task_id
+     LIMIT $2::bigint)
+    UNION ALL
+    (SELECT FROM {schema}.tasks
+     WHERE task_name = $1 AND available_at IS NOT NULL
+       AND (lease_expiration IS NULL OR lease_expiration < now())
+     ORDER BY available_at
+     LIMIT $2::bigint)
+    LIMIT $2::bigint
+) AS waiting;
 
 -- name: purge
 -- Deletes up to $2 messages of queue $1 that nobody holds, and counts them.
 WITH free AS MATERIALIZED (
     SELECT task_id
-    FROM {schema}.tasks
-    WHERE task_name = $1 AND (lease_expiration IS NULL OR lease_expiration < now())
+    FROM (
+        SELECT task_id
+        FROM (SELECT task_id
+              FROM {schema}.tasks
+              WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+                AND (lease_expiration IS NULL OR lease_expiration < now())
+              ORDER BY rank, task_id
+              LIMIT $2::int
+              FOR UPDATE SKIP LOCKED) AS ready
+        UNION ALL
+        SELECT task_id
+        FROM (SELECT task_id
+              FROM {schema}.tasks
+              WHERE task_name = $1 AND available_at IS NOT NULL
+                AND (lease_expiration IS NULL OR lease_expiration < now())
+              ORDER BY available_at
+              LIMIT $2::int
+              FOR UPDATE SKIP LOCKED) AS held
+    ) AS candidate
     LIMIT $2::int
-    FOR UPDATE SKIP LOCKED
 ), purged AS (
     DELETE FROM {schema}.tasks
     WHERE task_id = ANY (ARRAY(SELECT task_id FROM free))

@@ -107,7 +107,7 @@ def test_role_without_rights(server, database_name, capsys):
     [
         (["upgrade", f"pgnotify://me:{SECRET}@{NOBODY_LISTENS}/db"], "Connection refused"),
         (["upgrade", f"pgnotify://me:{SECRET}@{NOBODY_LISTENS}/db?schem=x"], "'schema'"),
-        (["upgrade", f"pgnotify://me:{SECRET}@host:port/db"], "no port number"),
+        (["upgrade", f"pgnotify://me:{SECRET}@host:port/db"], "no valid port"),
         (["upgrade", f"redis://me:{SECRET}@{NOBODY_LISTENS}/db"], "not the URL of a PostgreSQL"),
         (["upgrade", f"me:{SECRET}@{NOBODY_LISTENS}/db"], "not the URL of a PostgreSQL"),
         (["demo", "--url", f"redis://me:{SECRET}@{NOBODY_LISTENS}/"], "not the URL of a Post"),

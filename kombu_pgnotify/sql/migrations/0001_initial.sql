@@ -1,5 +1,5 @@
 -- The leased-tasks table and what keeps it fast and honest.
--- {schema} is the quoted schema name.  Words: published, leased, acknowledged,
+-- The placeholder in braces is the quoted schema name.  Words: published, leased, acknowledged,
 -- released, expired, dead-lettered (README, "A message's life").
 
 -- Which migrations have been applied; read by schema_state.

@@ -1,0 +1,257 @@
+"""The planner walks the right index, with and without statistics, in either kind of plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from fix_postgres import Server
+from helpers import wait_until
+
+from kombu_pgnotify import sql as queries
+from kombu_pgnotify.broker import Broker
+from kombu_pgnotify.claims import ClaimCursor
+from kombu_pgnotify.store import Fence
+
+READY, FUTURE, LEASED = 50_000, 50_000, 5_000
+QUEUES = 4
+
+FILL = """
+INSERT INTO pgnotify.tasks (task_name, priority, available_at, lease_worker_id, lease_expiration,
+                            deliveries, envelope, payload)
+SELECT 'queue' || (n % {queues}), (n % 11 = 0)::int * 5,
+       CASE WHEN kind = 'future' THEN now() + interval '1 h' + n * interval '1 s' END,
+       CASE WHEN kind = 'leased' THEN 'somebody' END,
+       CASE WHEN kind = 'leased' THEN now() + interval '1 h' END,
+       (kind = 'leased')::int, '{{}}', 'x'
+FROM (VALUES ('leased', 0, {leased}), ('ready', 1, {ready}), ('future', 2, {future}))
+         AS kinds (kind, place, count),
+     LATERAL generate_series(1, count) AS n
+ORDER BY place, n
+"""
+
+#: The columns of the statements' parameters, for EXPLAIN EXECUTE.
+TYPES = {
+    "claim": "text, smallint[], bigint[], smallint[], int, text, float8",
+    "take": "text, smallint[], bigint[], smallint[], int",
+    "acknowledge": "bigint[], int[]",
+    "renew": "bigint[], int[], float8",
+    "release": "bigint[], int[], int",
+    "dead_letter": "bigint[], int[], text",
+    "promote": "text, int",
+    "next_look": "text",
+    "queue_size": "text, bigint",
+    "purge": "text, int",
+}
+
+EVERYTHING = "'{-1}', '{0}', '{32767}'"
+
+
+class Plan:
+    """What EXPLAIN (ANALYZE, BUFFERS) says of a statement."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self.tree = tree
+        self.nodes = list(self._walk(tree["Plan"]))
+
+    def _walk(self, node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield node
+        for child in node.get("Plans", ()):
+            yield from self._walk(child)
+
+    @property
+    def indexes(self) -> set[str]:
+        return {node["Index Name"] for node in self.nodes if "Index Name" in node}
+
+    @property
+    def seq_scans(self) -> set[str]:
+        return {n["Relation Name"] for n in self.nodes if n["Node Type"] == "Seq Scan"}
+
+    @property
+    def buffers(self) -> int:
+        top = self.tree["Plan"]
+        return int(top["Shared Hit Blocks"] + top["Shared Read Blocks"])
+
+    def rows_read_from(self, index: str) -> float:
+        return sum(
+            (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+            for node in self.nodes
+            if node.get("Index Name") == index
+        )
+
+
+Explain = Callable[..., Plan]
+
+
+@pytest.fixture(scope="module")
+def filled(server: Server) -> Iterator[str]:
+    """The URL of a database full of tasks, without statistics; its tests change nothing."""
+    name = server.create_database()
+    from kombu_pgnotify import options, urls
+
+    broker = Broker(options.build(urls.parse(server.url(name), options.NAMES), {}))
+    broker.database.acquire()
+    broker.close()
+    with psycopg.connect(server.url(name), autocommit=True) as connection:
+        # The statistics are part of what is tested.
+        connection.execute("ALTER TABLE pgnotify.tasks SET (autovacuum_enabled = off)")
+        fill = FILL.format(queues=QUEUES, leased=LEASED, ready=READY, future=FUTURE)
+        connection.execute(fill.encode())
+    yield server.url(name)
+    server.drop_database(name)
+
+
+@pytest.fixture(params=["without statistics", "with statistics"])
+def connection(request: pytest.FixtureRequest, filled: str) -> Iterator[psycopg.Connection[Any]]:
+    """A connection whose changes are undone, statistics included."""
+    with psycopg.connect(filled) as connection:
+        if request.param == "with statistics":
+            connection.execute("ANALYZE pgnotify.tasks")
+        yield connection
+        connection.rollback()
+
+
+@pytest.fixture(params=["force_generic_plan", "force_custom_plan", "auto"])
+def explain(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) -> Explain:
+    """A function that explains a statement of ours, as it runs prepared."""
+    connection.execute(f"SET LOCAL plan_cache_mode = {request.param}".encode())
+    prepared: set[str] = set()
+
+    def run(name: str, arguments: str) -> Plan:
+        if name not in prepared:
+            prepared.add(name)
+            text = queries.statements("pgnotify")[name].sql
+            connection.execute(f"PREPARE p_{name} ({TYPES[name]}) AS ".encode() + text)
+        connection.execute("SAVEPOINT before")
+        command = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT json) EXECUTE p_{name} ({arguments})"
+        (found,) = connection.execute(command.encode()).fetchone() or ((),)
+        connection.execute("ROLLBACK TO before")
+        trees = json.loads(found) if isinstance(found, str) else found
+        return Plan(trees[0])
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["claim", "take"])
+def test_a_look_from_the_start_walks_the_ready_index(explain: Explain, name: str) -> None:
+    extra = ", 'me', 60" if name == "claim" else ""
+    for _ in range(7):  # the sixth may get a generic plan
+        plan = explain(name, f"'queue1', {EVERYTHING}, 10{extra}")
+    assert plan.seq_scans == set()
+    assert "tasks_due" not in plan.indexes
+    # The head of the queue is leased: it is walked once, and not much more is.
+    assert plan.rows_read_from("tasks_ready") <= LEASED / QUEUES + 10
+    # The primary key serves only the rows that were picked.
+    assert plan.rows_read_from("tasks_pkey") <= 10
+
+
+@pytest.mark.parametrize("name", ["claim", "take"])
+def test_a_bounded_claim_reads_a_handful_of_pages(explain: Explain, name: str) -> None:
+    # As ClaimCursor makes them of the bounds 250: LEASED and 255: LEASED.
+    ranges = f"'{{-1,250,255}}', '{{0,{LEASED},{LEASED}}}', '{{249,254,32767}}'"
+    extra = ", 'me', 60" if name == "claim" else ""
+    for _ in range(7):
+        plan = explain(name, f"'queue1', {ranges}, 10{extra}")
+    assert plan.seq_scans == set()
+    assert plan.rows_read_from("tasks_ready") <= 20
+    assert plan.rows_read_from("tasks_pkey") <= 10
+    assert plan.buffers < 400, "10 rows are found, locked, changed and returned"
+
+
+def test_a_claim_of_an_empty_queue_reads_next_to_nothing(explain: Explain) -> None:
+    plan = explain("claim", f"'empty', {EVERYTHING}, 10, 'me', 60")
+    assert plan.seq_scans == set()
+    assert plan.buffers < 60
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("acknowledge", ""), ("renew", ", 60"), ("release", ", 1"), ("dead_letter", ", 'why'")],
+)
+def test_settling_finds_its_rows_by_the_primary_key(
+    explain: Explain, connection: psycopg.Connection[Any], name: str, extra: str
+) -> None:
+    rows = connection.execute(
+        "SELECT task_id FROM pgnotify.tasks WHERE lease_worker_id IS NOT NULL LIMIT 50"
+    ).fetchall()
+    ids = ",".join(str(row[0]) for row in rows)
+    deliveries = ",".join("1" for _ in rows)
+    for _ in range(7):
+        plan = explain(name, f"'{{{ids}}}', '{{{deliveries}}}'{extra}")
+    assert plan.seq_scans <= {"migrations"}
+    assert plan.indexes & {"tasks_ready", "tasks_due"} == set()
+    # Each row is found, changed and seen again in the versions that were undone.
+    assert plan.rows_read_from("tasks_pkey") <= 50 * 10
+    assert plan.buffers < 3000
+
+
+def test_promote_reads_what_is_due_and_nothing_else(explain: Explain) -> None:
+    for _ in range(7):
+        plan = explain("promote", "'queue1', 1000")
+    assert plan.seq_scans == set()
+    assert plan.rows_read_from("tasks_due") == 0
+    assert plan.buffers < 60
+
+
+def test_next_look_reads_one_held_row_and_a_thousand_ready_ones(explain: Explain) -> None:
+    for _ in range(7):
+        plan = explain("next_look", "'queue1'")
+    assert plan.seq_scans == set()
+    assert plan.indexes == {"tasks_due", "tasks_ready"}
+    assert plan.rows_read_from("tasks_due") <= 1
+    assert plan.rows_read_from("tasks_ready") <= 1000
+
+
+def test_the_size_of_an_empty_queue_is_found_without_reading_the_others(
+    explain: Explain,
+) -> None:
+    for _ in range(7):
+        plan = explain("queue_size", "'empty', 1000")
+    assert plan.seq_scans == set()
+    assert plan.buffers < 60
+
+
+def test_purging_an_empty_queue_reads_none_of_the_others(explain: Explain) -> None:
+    for _ in range(7):
+        plan = explain("purge", "'empty', 1000")
+    assert plan.seq_scans == set()
+    assert plan.buffers < 60
+
+
+def test_claims_renewals_and_releases_are_hot_updates(
+    broker: Broker, database: str, queue: str, sql: Callable[..., list[tuple[Any, ...]]]
+) -> None:
+    """No lease column is in an index, and each page has room for the new versions."""
+    store = broker.store
+    for _ in range(100):
+        store.publish(queue, "{}", b"x" * 200)
+    everything = ClaimCursor().next_ranges(0)
+    fences = []
+    for _ in range(10):
+        rows = store.claim(queue, everything, 10, "me")
+        fences += [Fence(row.task_id, row.delivery) for row in rows]
+    store.renew(fences[:30])
+    store.release(fences[:10], {queue}, started=False)
+    # A backend reports what it did when it ends, if not before.
+    broker.database.close()
+
+    def counts() -> tuple[int, int] | None:
+        ((updated, hot),) = sql(
+            "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'tasks'"
+        )
+        return (updated, hot) if updated >= 140 else None
+
+    updated, hot = wait_until(counts, 10)
+    assert updated == 140
+    assert hot >= 0.7 * updated
+
+
+def test_every_index_and_statement_is_covered_here() -> None:
+    others = {"ping", "schema_state", "schema_version", "publish", "announce", "listening"}
+    assert set(TYPES) == set(queries.statements("s")) - others
+    indexes = re.findall(r"CREATE INDEX (\w+)", "".join(queries.migrations().values()))
+    assert indexes == ["tasks_ready", "tasks_due"]
