@@ -169,7 +169,7 @@ class Session:
         pgconn.enter_pipeline_mode()
         fresh = []
         for calls in encoded:
-            fresh.append([name for call in calls if (name := self._send(*call)) is not None])
+            fresh.append([self._send(*call) for call in calls])
             # The sync ends the implicit transaction.
             pgconn.pipeline_sync()
         for names in fresh:
@@ -196,11 +196,11 @@ class Session:
         self._pgconn.send_query_prepared(name, values, param_formats=formats, result_format=_BINARY)
         return statement.name if fresh else None
 
-    def _receive(self, fresh: list[str], deadline: float) -> list[Rows] | Exception:
+    def _receive(self, fresh: list[str | None], deadline: float) -> list[Rows] | Exception:
         """Collect the outcome of the next transaction: the rows of its calls, or the error.
 
         Arguments:
-            fresh: names of the statements it prepares, in order.
+            fresh: for each call the name of its statement if it is prepared first, else None.
         """
         pgconn = self._pgconn
         rows: list[Rows] = []
@@ -213,11 +213,12 @@ class Session:
             status = result.status
             if status == pq.ExecStatus.PIPELINE_SYNC:
                 return error or rows
-            if status == pq.ExecStatus.TUPLES_OK:
-                rows.append(_rows(result))
-            elif status == pq.ExecStatus.COMMAND_OK:
-                # Every statement of ours returns rows: this one answers a prepare.
-                fresh.pop(0)
+            if status in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
+                if fresh[len(rows)] is not None:
+                    # This answers the prepare; the execution comes next.
+                    fresh[len(rows)] = None
+                else:
+                    rows.append(_rows(result))
             elif status != pq.ExecStatus.PIPELINE_ABORTED:
                 error = error_from_result(result, encoding="utf-8")
                 self._prepared.difference_update(fresh)
