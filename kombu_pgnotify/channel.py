@@ -136,7 +136,7 @@ class Channel(virtual.Channel):
         self._consumers.discard(consumer_tag)
         consumer = self._consumer_of.pop(consumer_tag, None)
         if consumer is not None:
-            self._transport.consumption.cancel(consumer)
+            self._transport.cancel(consumer)
         if not self._consumers and self._transport.in_event_loop:
             # A worker that shuts down forgets what it has not started: let others have it
             # now, not when the last running task has ended.  Only in an event loop, whose
@@ -177,7 +177,7 @@ class Channel(virtual.Channel):
     def _receive(self, row: Claimed, queue: str, lease: Lease | None) -> virtual.Message | None:
         """Make a Message of a claimed row; a row that cannot be one becomes a dead letter."""
         try:
-            message = self.Message(envelopes.unpack(row), channel=self)
+            message = self._message(row)
         except envelopes.Unreadable as exc:
             logger.error("message.unreadable task_id=%d queue=%r: %s", row.task_id, queue, exc)
             if lease is not None:
@@ -187,6 +187,13 @@ class Channel(virtual.Channel):
         if lease is not None:
             self.qos.append(message, lease)
         return message
+
+    def _message(self, row: Claimed) -> virtual.Message:
+        raw = envelopes.unpack(row)
+        try:
+            return self.Message(raw, channel=self)
+        except Exception as exc:
+            raise envelopes.Unreadable(f"{type(exc).__name__}: {exc}") from exc
 
     def drain_events(self, timeout: float | None = None, callback: Any = None) -> None:
         """Deliver one message of this connection.

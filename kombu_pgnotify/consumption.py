@@ -157,14 +157,20 @@ class Consumption:
         """
         self._absorb_news()
         while True:
-            while self._buffer:
-                consumer, row, lease = self._buffer.popleft()
+            while (entry := self._next_waiting()) is not None:
+                consumer, row, lease = entry
                 if consumer.active:
                     consumer.deliver(row, lease)
                     return True
                 self._give_back(lease)
             if not self._fetch_somewhere(one_by_one):
                 return False
+
+    def _next_waiting(self) -> tuple[Consumer, Claimed, Lease | None] | None:
+        try:
+            return self._buffer.popleft()
+        except IndexError:
+            return None  # a signal handler's cancel may empty it at any moment
 
     @property
     def waiting(self) -> bool:
@@ -173,18 +179,20 @@ class Consumption:
 
     def next_look(self) -> float | None:
         """Return in how many seconds to look again; None: only when woken."""
-        times = [watch.look_at for watch in self._watches.values() if self._wanted(watch.queue)]
+        times = [
+            watch.look_at for watch in list(self._watches.values()) if self._wanted(watch.queue)
+        ]
         return max(0.0, min(times) - monotonic()) if times else None
 
     def _listen(self) -> None:
         if self._broker.options.notify:
-            channels = [watch.channel for watch in self._watches.values()]
+            channels = [watch.channel for watch in list(self._watches.values())]
             self._broker.listener.subscribe(self, channels)
 
     def _absorb_news(self) -> None:
         while self._news:
             channel, from_start = self._news.popleft()
-            for watch in self._watches.values():
+            for watch in list(self._watches.values()):
                 if watch.channel == channel:
                     watch.look_at = 0.0
                     watch.seen_empty = False

@@ -21,9 +21,10 @@ class HubLink:
     """Claims, delivers and settles once per iteration of a hub.
 
     An iteration runs call_soon callbacks (Celery's acks), timers, on_tick (ours), then
-    waits for file descriptors.  So acks made in it go to the server just before the claim
-    that their credit allows.  The hub may be reset under us at any time, and others may
-    drain the same connection synchronously: nothing here depends on having been called.
+    waits for file descriptors.  So acks made in it go to the server with the claim that
+    their credit allows, or by the keeper when a slow delivery keeps them here.  The hub
+    may be reset under us at any time, and others may drain the same connection
+    synchronously: nothing here depends on having been called.
 
     Arguments:
         loop: kombu's Hub.
@@ -41,6 +42,7 @@ class HubLink:
         self._waker = waker
         self._pid = os.getpid()
         self._thread: int | None = None
+        self._slow = False
         self._timer: Any = None
         self._timer_due = 0.0
         loop.on_tick.add(self.tick)
@@ -60,22 +62,24 @@ class HubLink:
             return
         self._thread = threading.get_ident()
         self._watch_waker()
-        if self._consumption.waiting:
-            # Nothing is claimed before the next delivery, which may run a whole task.
+        if self._slow and self._consumption.waiting:
+            # Nothing is claimed before the next delivery, which may run another long task.
             self._flush()
         delivered = False
         started = monotonic()
         while self._consumption.deliver_one(one_by_one=False):
             delivered = True
-            if not self._consumption.waiting or monotonic() - started > TURN:
+            self._slow = monotonic() - started > TURN
+            # Acks that the delivery has queued (a solo worker's) come before the next one.
+            if self._slow or self._loop._ready or not self._consumption.waiting:
                 break
-        # What no claim took along.
-        self._flush()
         if delivered:
             # The hub does not shorten its wait for acks that deliveries have just queued
             # (call_soon from its own thread), nor for a queue that has more.
             self._waker.wake()
         else:
+            # What no claim took along.
+            self._flush()
             self._plan_next_look()
 
     def _flush(self) -> None:

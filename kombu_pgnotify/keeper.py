@@ -95,7 +95,8 @@ class LeaseKeeper:
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
-        self._flush_lock = threading.Lock()
+        # Reentrant: a signal handler may strike between taking it and saying so.
+        self._flush_lock = threading.RLock()
         self._flushing: int | None = None
         self._warned_at = float("-inf")
 
@@ -160,15 +161,17 @@ class LeaseKeeper:
             PgnotifyError: the acknowledgements stay noted.
         """
         items: list[_Settlement] = []
-        if self._flushing != threading.get_ident():
-            with self._flush_lock:
+        with self._flush_lock:
+            before, self._flushing = self._flushing, threading.get_ident()
+            try:
                 while self._outbox and self._outbox[0].outcome is Outcome.ACKNOWLEDGED:
                     items.append(self._outbox.popleft())
-        try:
-            settled, rows = self._store.run_with_acks([i.lease.fence for i in items], call)
-        except BaseException:
-            self._outbox.extendleft(reversed(items))
-            raise
+                settled, rows = self._store.run_with_acks([i.lease.fence for i in items], call)
+            except BaseException:
+                self._outbox.extendleft(reversed(items))
+                raise
+            finally:
+                self._flushing = before
         self._check(items, settled)
         return rows
 

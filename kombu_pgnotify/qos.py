@@ -105,12 +105,17 @@ class QoS:
         lock and does no I/O, since it happens in signal handlers too.
         """
         keeper = self._keeper()
-        while self._unacked:
-            tag, (message, lease) = self._unacked.popitem()
+        for tag in list(self._unacked):
+            message, lease = self._unacked.pop(tag)
             self._let_go[tag] = lease
-            forsaken = functools.partial(_forsaken, keeper, self._let_go, tag)
-            lease.watch = weakref.ref(message, forsaken)
+            lease.watch = weakref.ref(message, functools.partial(self._forsaken, keeper, tag))
             del message
+
+    def _forsaken(self, keeper: LeaseKeeper, tag: str, _: object) -> None:
+        """Weakref callback: the message died; unless it was settled, give it back."""
+        if (lease := self._let_go.pop(tag, None)) is not None:
+            keeper.forsaken(lease)
+            self._credit_regained()
 
     @property
     def _outstanding(self) -> int:
@@ -146,9 +151,3 @@ def flush(keeper: LeaseKeeper) -> None:
         keeper.flush()
     except PgnotifyError as exc:
         logger.warning("settle.delayed the keeper tries again: %s", exc)
-
-
-def _forsaken(keeper: LeaseKeeper, let_go: dict[str, Lease], tag: str, _: object) -> None:
-    """Weakref callback: the message died; unless it was settled, give it back."""
-    if (lease := let_go.pop(tag, None)) is not None:
-        keeper.forsaken(lease)

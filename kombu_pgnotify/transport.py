@@ -13,7 +13,7 @@ from kombu.transport import virtual
 from . import broker as brokers, options, urls
 from .broker import Broker
 from .channel import Channel
-from .consumption import Consumption
+from .consumption import Consumer, Consumption
 from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
 from .eventloop import HubLink
 from .options import Options
@@ -82,8 +82,16 @@ class Transport(virtual.Transport):
 
     @property
     def consumption(self) -> Consumption:
-        """What this connection consumes."""
+        """What this connection consumes.
+
+        Raises:
+            DatabaseUnavailable: it is closed, or was inherited by a fork; kombu opens another.
+        """
+        if os.getpid() != self._pid:
+            raise DatabaseUnavailable("this connection is the parent process's")
         if self._consumption is None:
+            if not self._connected:
+                raise DatabaseUnavailable("this connection is closed")
             self._waker = Waker()
             self._consumption = Consumption(self.broker, self._waker.wake)
         return self._consumption
@@ -92,6 +100,11 @@ class Transport(virtual.Transport):
     def in_event_loop(self) -> bool:
         """True if kombu's hub drives this connection."""
         return self._link is not None
+
+    def cancel(self, consumer: Consumer) -> None:
+        """Stop a consumer; no I/O and no lock."""
+        if self._consumption is not None and os.getpid() == self._pid:
+            self._consumption.cancel(consumer)
 
     def settles_soon(self) -> bool:
         """True if the calling thread's loop settles acks in this iteration."""

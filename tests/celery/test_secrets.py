@@ -39,7 +39,7 @@ def test_a_worker_prints_no_password_whatever_happens(
     own_server.run_sql(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'walled'"
     )
-    worker.wait_log("Trying to re-establish")
+    worker.wait_log("listener.lost")
     own_server.run_sql("ALTER ROLE walled PASSWORD 'changed'")
     own_server.run_sql(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'walled'"
