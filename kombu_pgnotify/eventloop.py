@@ -83,7 +83,7 @@ class HubLink:
             self._plan_next_look()
 
     def _flush(self) -> None:
-        if self._keeper.pending:
+        if self._keeper.noted:
             self._keeper.flush()
 
     def stopped(self, _hub: Any) -> None:

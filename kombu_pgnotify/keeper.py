@@ -176,9 +176,15 @@ class LeaseKeeper:
         return rows
 
     @property
-    def pending(self) -> bool:
-        """True if something waits to be settled."""
+    def noted(self) -> bool:
+        """True if something waits for somebody to settle it."""
         return bool(self._outbox)
+
+    @property
+    def pending(self) -> bool:
+        """True if something waits to be settled or is just being settled."""
+        # In this order: a failed settlement is noted again before it says that it has ended.
+        return self._flushing is not None or bool(self._outbox)
 
     @property
     def held(self) -> int:

@@ -27,6 +27,11 @@ TIMEOUT = 110  # seconds for a demo that takes about twenty
 SECRET = "s3cr3t"
 
 
+def _heed_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Demo:
     """A running demo whose temporary files all go to a folder of its own."""
 
@@ -43,6 +48,8 @@ class Demo:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # The run itself may be in the background, where a shell has them ignored.
+            preexec_fn=_heed_signals,
         )
         self._alarm = threading.Timer(TIMEOUT, self.process.kill)
         self._alarm.start()

@@ -308,6 +308,8 @@ FORK = """
         " AND application_name LIKE 'kombu_pgnotify%' ORDER BY pid"
     )
     LEASES = "SELECT task_id FROM pgnotify.tasks WHERE lease_worker_id IS NOT NULL"
+    while len(look(SESSIONS)) < 2:
+        pass  # the LISTEN connection is opened by a thread
     before = look(SESSIONS), look(LEASES)
     assert len(before[1]) == 2, before
     pid = os.fork()

@@ -149,10 +149,11 @@ def test_failed_start_leaves_nothing_and_says_why():
     assert not postgres.folder.exists()
 
 
-def test_failed_initdb_leaves_nothing_and_says_why(tmp_path, monkeypatch, binaries):
+def test_failed_initdb_leaves_nothing_and_says_why(tmp_path, monkeypatch):
     bindir = tmp_path / "bin"  # copied for root's server: the folders of pytest are closed
     bindir.mkdir()
-    (bindir / "postgres").symlink_to(binaries / "postgres")
+    (bindir / "postgres").write_text("#!/bin/sh\necho 'postgres (PostgreSQL) 18.6'\n")
+    (bindir / "postgres").chmod(0o755)
     (bindir / "initdb").write_text("#!/bin/sh\necho initdb: error: no disk >&2\nexit 1\n")
     (bindir / "initdb").chmod(0o755)
     monkeypatch.setenv("PG_BINDIR", str(bindir))
