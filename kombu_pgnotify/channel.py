@@ -123,8 +123,16 @@ class Channel(virtual.Channel):
         """Start a consumer of `queue`."""
 
         def deliver(row: Claimed, lease: Lease | None) -> None:
-            if (message := self._receive(row, queue, lease)) is not None:
+            message = self._receive(row, queue, lease)
+            if message is None:
+                return
+            try:
                 callback(message)
+            except Exception:
+                if lease is not None:
+                    # Should it go back now, it has been tried: max_attempts must count it.
+                    lease.tried = True
+                raise
 
         consumer = Consumer(queue, no_ack, lambda: self.qos, deliver)
         self._consumer_of[consumer_tag] = consumer

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from .broker import Broker
 from .claims import ClaimCursor, Outlook
+from .errors import StatementFailed
 from .keeper import Lease, Outcome
 from .qos import flush
 from .store import RELEASED, Claimed, channel_of
@@ -90,7 +91,8 @@ class Consumption:
         self._consumers: dict[str, list[Consumer]] = {}
         self._watches: dict[str, _Watch] = {}
         self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
-        self._news: deque[tuple[str | None, bool]] = deque()
+        # Channels that something was announced on; True: look from the start.
+        self._news: dict[str, bool] = {}
         self._queue_turn = itertools.count()
         self._consumer_turn = itertools.count()
         self._blocked = False
@@ -139,11 +141,14 @@ class Consumption:
     # -- Subscriber: called by the listener's thread
 
     def notified(self, channel: str, payload: str) -> None:
-        self._news.append((channel, payload == RELEASED))
+        if payload == RELEASED:
+            self._news[channel] = True
+        else:
+            self._news.setdefault(channel, False)
         self._wake()
 
     def resync(self, channels: frozenset[str]) -> None:
-        self._news.extend((channel, True) for channel in channels)
+        self._news.update(dict.fromkeys(channels, True))
         self._wake()
 
     # -- The consuming thread
@@ -159,7 +164,7 @@ class Consumption:
         while True:
             while (entry := self._next_waiting()) is not None:
                 consumer, row, lease = entry
-                if consumer.active:
+                if consumer.active and (lease is None or self._broker.keeper.holds(lease)):
                     consumer.deliver(row, lease)
                     return True
                 self._give_back(lease)
@@ -191,7 +196,7 @@ class Consumption:
 
     def _absorb_news(self) -> None:
         while self._news:
-            channel, from_start = self._news.popleft()
+            channel, from_start = self._news.popitem()
             for watch in list(self._watches.values()):
                 if watch.channel == channel:
                     watch.look_at = 0.0
@@ -213,7 +218,7 @@ class Consumption:
             taker = self._taker(watch.queue)
             if taker is None:
                 blocked = True
-            elif self._look(watch, taker, one_by_one):
+            elif self._look_safely(watch, taker, one_by_one):
                 return True
         self._blocked = blocked
         return False
@@ -231,6 +236,15 @@ class Consumption:
                 return consumer
         return None
 
+    def _look_safely(self, watch: _Watch, taker: Consumer, one_by_one: bool) -> bool:
+        """Look; what one queue's rows make the server refuse must not end the others' worker."""
+        try:
+            return self._look(watch, taker, one_by_one)
+        except StatementFailed as exc:
+            watch.look_at = monotonic() + self._broker.options.poll_every
+            logger.error("claim.failed queue=%r tried again later: %s", watch.queue, exc)
+            return False
+
     def _look(self, watch: _Watch, taker: Consumer, one_by_one: bool) -> bool:
         """Claim from one queue for `taker`; True if something came."""
         now = monotonic()
@@ -244,7 +258,8 @@ class Consumption:
         credit = taker.credit().can_consume_max_estimate()
         if credit is not None:
             limit = max(1, min(limit, credit))
-        if taker.no_ack and one_by_one:
+        if one_by_one and (taker.no_ack or credit is None):
+            # Who sets no limit may take one message and stop: hoard nothing for it.
             limit = 1
         rows = self._claim(watch, taker, limit)
         self._buffer.extend(rows)
@@ -275,14 +290,13 @@ class Consumption:
         self, watch: _Watch, taker: Consumer, limit: int
     ) -> list[tuple[Consumer, Claimed, Lease | None]]:
         broker, started = self._broker, monotonic()
-        ranges = watch.cursor.next_ranges(started)
+        ranges, run = watch.cursor.next_ranges(started), broker.keeper.run_with_acks
+        leases: list[Lease | None]
         if taker.no_ack:
-            rows = broker.store.take(watch.queue, ranges, limit, broker.keeper.run_with_acks)
-            leases: list[Lease | None] = [None] * len(rows)
+            rows = broker.store.take(watch.queue, ranges, limit, run)
+            leases = [None] * len(rows)
         else:
-            rows = broker.store.claim(
-                watch.queue, ranges, limit, broker.worker, broker.keeper.run_with_acks
-            )
+            rows = broker.store.claim(watch.queue, ranges, limit, broker.worker, run)
             leases = [*broker.keeper.hold(watch.queue, rows, started)]
         now = monotonic()
         outlook = watch.cursor.claimed([(r.rank, r.task_id) for r in rows], limit, started, now)

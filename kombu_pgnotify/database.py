@@ -48,9 +48,9 @@ _SCHEMA_GONE = ("42P01", "3F000", "42883")
 
 #: SQLSTATE classes and codes where trying again may help: connection, transaction
 #: rollback, resources, operator intervention, system; read-only, lock not available,
-#: object in use.
+#: object in use, prepared statement gone or outdated.
 _RETRY_CLASSES = ("08", "40", "53", "57", "58", "XX")
-_RETRY_CODES = ("25006", "25P03", "55P03", "55006")
+_RETRY_CODES = ("25006", "25P03", "55P03", "55006", "26000", "0A000")
 
 #: SQLSTATEs of a refused login or a missing database.
 _REFUSED_CODES = ("28000", "28P01", "3D000")
@@ -90,6 +90,7 @@ class Database:
         self._lock = threading.Lock()
         self._verified = False
         self._reached = False
+        self._served = False
         self._pool = self._new_pool()
 
     def acquire(self) -> None:
@@ -120,7 +121,9 @@ class Database:
     def run(self, *calls: Call, hints: Sequence[Call] = ()) -> list[Rows]:
         """:meth:`Session.run` on a pooled session."""
         with self.session() as session:
-            return session.run(*calls, hints=hints)
+            rows = session.run(*calls, hints=hints)
+        self._served = True
+        return rows
 
     @contextlib.contextmanager
     def session(self) -> Iterator[Session]:
@@ -237,7 +240,9 @@ class Database:
                 f"schema {self.options.schema!r} is incomplete or gone on {where}: {reason}"
             )
         if state == "42501":
-            return ConfigurationError(
+            # A process that has worked before outlives a right that is taken away.
+            kind = DatabaseUnavailable if self._served else ConfigurationError
+            return kind(
                 f"a right is missing on {where}: {reason}; "
                 f"grant it on schema {self.options.schema!r} (see the README, Rights)"
             )

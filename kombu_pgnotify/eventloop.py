@@ -10,6 +10,7 @@ from typing import Any
 
 from .consumption import Consumption
 from .keeper import LeaseKeeper
+from .qos import flush
 from .waker import Waker
 
 #: Seconds of deliveries after which the hub gets its turn: a solo worker runs its tasks
@@ -84,7 +85,7 @@ class HubLink:
 
     def _flush(self) -> None:
         if self._keeper.noted:
-            self._keeper.flush()
+            flush(self._keeper)
 
     def stopped(self, _hub: Any) -> None:
         """The hub is being reset or closed: from now on acks go at once."""

@@ -53,15 +53,17 @@ class Lease:
         fence: names the delivery.
         queue: where it came from and goes back to.
         renewed_at: monotonic time the lease was got or renewed.
+        tried: the consumer raised: however it goes back, this was an attempt.
         watch: a weak reference kept alive by the lease, see :meth:`LeaseKeeper.watch`.
     """
 
-    __slots__ = ("fence", "queue", "renewed_at", "watch")
+    __slots__ = ("fence", "queue", "renewed_at", "tried", "watch")
 
     def __init__(self, fence: Fence, queue_name: str, renewed_at: float) -> None:
         self.fence = fence
         self.queue = queue_name
         self.renewed_at = renewed_at
+        self.tried = False
         self.watch: object = None
 
 
@@ -86,6 +88,7 @@ class LeaseKeeper:
 
     def __init__(self, store: MessageStore, visibility_timeout: float) -> None:
         self._store = store
+        self._visibility_timeout = visibility_timeout
         self._renew_after = visibility_timeout * RENEW_AFTER
         self._round = min(ROUND, visibility_timeout / 6)
         self._pid = os.getpid()
@@ -108,11 +111,18 @@ class LeaseKeeper:
             self._start()
         return leases
 
+    def holds(self, lease: Lease) -> bool:
+        """True if the lease is still ours: not lost, and not run out while we were stopped."""
+        known = self._leases.get(lease.fence) is lease
+        return known and monotonic() - lease.renewed_at < self._visibility_timeout
+
     def settle(self, lease: Lease, outcome: Outcome, reason: str = "") -> None:
         """Note how a delivery ended; :meth:`flush` or the thread's next round tells the server.
 
         Takes no lock and does no I/O.
         """
+        if outcome is Outcome.RELEASED and lease.tried:
+            outcome = Outcome.REQUEUED
         if self._leases.get(lease.fence) is lease:
             # In this order, so that the thread never sees nothing held in between.
             self._outbox.append(_Settlement(lease, outcome, reason, monotonic()))

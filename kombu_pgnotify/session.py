@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 _TEXT, _BINARY = 0, 1
 
+#: SQLSTATEs that say the server has dropped (26000, by a pooler's DISCARD) or outgrown (0A000,
+#: by a changed table) what was prepared: another connection prepares anew.
+_FORGOTTEN = ("26000", "0A000")
+
 
 def _int(raw: bytes) -> int:
     return int.from_bytes(raw, "big", signed=True)
@@ -98,11 +102,14 @@ class Session:
             self.close()
             raise
         done, *announced = outcomes
+        if isinstance(done, psycopg.Error) and done.sqlstate in _FORGOTTEN:
+            self.close()
         if isinstance(done, Exception):
             raise done
         for outcome in announced:
             if isinstance(outcome, Exception):
-                logger.warning("announce.failed polls will find it: %s", outcome)
+                reason = str(outcome).partition("\n")[0]
+                logger.warning("announce.failed polls will find it: %s", reason)
         return done
 
     def script(self, text: str) -> Rows:

@@ -60,8 +60,9 @@ WITH picked AS MATERIALIZED (
 UPDATE {schema}.tasks
 SET lease_worker_id = $6,
     lease_expiration = now() + make_interval(secs => $7::float8),
-    deliveries = deliveries + 1,
-    attempts = attempts + 1
+    -- Neither number may overflow, whatever somebody has written there.
+    deliveries = CASE WHEN deliveries < 2147483647 THEN deliveries + 1 ELSE 1 END,
+    attempts = least(attempts, 2147483646) + 1
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM picked))
 RETURNING task_id, deliveries, attempts, rank, envelope, payload;
 
@@ -86,7 +87,7 @@ WITH picked AS MATERIALIZED (
 )
 DELETE FROM {schema}.tasks
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM picked))
-RETURNING task_id, deliveries + 1, attempts + 1, rank, envelope, payload;
+RETURNING task_id, least(deliveries, 2147483646) + 1, least(attempts, 2147483646) + 1, rank, envelope, payload;
 
 -- name: acknowledge
 -- Deletes the messages $1 whose delivery $2 is still the latest, locking in id order
@@ -178,7 +179,11 @@ SELECT count(*) FROM promoted;
 -- Says in how many seconds queue $1 may have something for an idle consumer although
 -- nobody announces it: the soonest held message, the first lease to expire (of the
 -- first thousand leased: the poll covers the rest).
-SELECT extract(epoch FROM least(
+-- Bounded to a day either way: times may be infinite, and differences of those may not.
+SELECT CASE WHEN soonest IS NOT NULL THEN extract(epoch FROM
+           greatest(least(soonest, clock_timestamp() + interval '1 day'),
+                    clock_timestamp() - interval '1 day') - clock_timestamp())::float8 END
+FROM (SELECT least(
     (SELECT available_at
      FROM {schema}.tasks
      WHERE task_name = $1 AND available_at IS NOT NULL
@@ -190,7 +195,9 @@ SELECT extract(epoch FROM least(
            WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
            ORDER BY rank, task_id
            LIMIT 1000) AS leased)
-) - clock_timestamp())::float8;
+) AS soonest
+    -- Keeps the planner from looking twice.
+    OFFSET 0) AS looked;
 
 -- name: queue_size
 -- Counts the messages of queue $1 that a consumer could have or will have when their time

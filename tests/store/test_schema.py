@@ -23,7 +23,7 @@ from kombu_pgnotify import schema as schema_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.embedded import HOST, free_port
-from kombu_pgnotify.errors import ConfigurationError, DatabaseUnavailable
+from kombu_pgnotify.errors import ConfigurationError, DatabaseUnavailable, PgnotifyError
 from kombu_pgnotify.store import Fence, channel_of
 
 MakeBroker = Callable[..., Broker]
@@ -191,7 +191,7 @@ def test_a_producer_needs_only_the_right_to_insert(
     grant(EVERYBODY + PRODUCER)
     store = make_broker(role_url).store
     assert store.publish("queue", "{}", b"", priority=3) == 1
-    with pytest.raises(ConfigurationError, match="tasks"):
+    with pytest.raises(PgnotifyError, match="tasks"):
         store.claim("queue", everything, 1, "me")
     assert store.publish("queue", "{}", b"") == 2, "the connection still works"
 
@@ -205,7 +205,7 @@ def test_a_consumer_needs_no_right_to_insert_tasks(
     grant(EVERYBODY + CONSUMER)
     store = make_broker(role_url).store
     assert len(store.claim("queue", everything, 1, "me")) == 1
-    with pytest.raises(ConfigurationError, match="tasks"):
+    with pytest.raises(PgnotifyError, match="tasks"):
         store.publish("queue", "{}", b"")
 
 
@@ -217,7 +217,7 @@ def test_each_grant_to_a_producer_is_needed(
     grants = EVERYBODY + PRODUCER
     del grants[missing]
     grant(grants)
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(PgnotifyError):
         make_broker(role_url).store.publish("queue", "{}", b"")
 
 

@@ -56,7 +56,9 @@ CREATE INDEX tasks_due ON {schema}.tasks (task_name, available_at) WHERE availab
 
 -- Messages taken out of circulation, with the reason; written by dead_letter.
 CREATE TABLE {schema}.dead_letters (
-    task_id bigint PRIMARY KEY,
+    -- Of its own: task ids may be restarted.
+    dead_letter_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    task_id bigint NOT NULL,
     task_name text NOT NULL,
     priority smallint NOT NULL,
     published_at timestamptz NOT NULL,
