@@ -73,7 +73,7 @@ def test_a_lease_that_somebody_else_got_is_reported_and_forgotten(
     assert "lease.lost" in caplog.text
     # Its acknowledgement comes too late and touches nothing.
     broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
-    assert not broker.keeper.pending
+    wait_until(lambda: not broker.keeper.pending)
     assert sql("SELECT count(*) FROM pgnotify.tasks") == [(1,)]
 
 
@@ -93,7 +93,7 @@ def test_each_outcome_is_carried_out(
     broker.keeper.settle(lease, outcome, "why")
     assert broker.keeper.pending
     broker.keeper.flush()
-    assert not broker.keeper.pending
+    wait_until(lambda: not broker.keeper.pending)
     rows = sql("SELECT attempts, lease_worker_id FROM pgnotify.tasks")
     assert rows == ([(attempts, None)] if left else [])
     assert sql("SELECT reason FROM pgnotify.dead_letters") == dead
@@ -168,7 +168,7 @@ def test_a_lost_lease_is_not_claimed_to_be_settled(
     broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
     broker.keeper.flush()
     assert "lease.lost" in caplog.text
-    assert not broker.keeper.pending
+    wait_until(lambda: not broker.keeper.pending)
     assert sql("SELECT count(*) FROM pgnotify.tasks") == [(1,)]
 
 
@@ -238,7 +238,7 @@ def test_threads_that_settle_together_share_a_round_trip(
         for future in futures:
             future.result(10)
     assert sorted(len(batch) for batch in slow.batches) == [1, 20]
-    assert not keeper.pending
+    wait_until(lambda: not keeper.pending)
 
 
 def test_a_flush_inside_a_flush_leaves_the_work_to_the_outer_one(

@@ -549,7 +549,7 @@ def test_what_is_settled_during_an_outage_is_told_afterwards_and_once(
     proxy.accept()
     wait_rows(*left)
     keeper = connection.transport.broker.keeper
-    assert not keeper.pending
+    wait_until(lambda: not keeper.pending)
     assert not keeper.held
     # Told twice, the second time would have found it gone.
     assert "lease.lost" not in caplog.text
