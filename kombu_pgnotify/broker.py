@@ -11,19 +11,21 @@ import uuid
 
 from .database import Database
 from .errors import PgnotifyError
+from .housekeeper import Housekeeper
 from .keeper import LeaseKeeper
 from .listener import Listener
 from .options import Options
 from .store import MessageStore
+from .topology import Topology
 
 logger = logging.getLogger(__name__)
 
-#: Seconds the process's end waits for the LISTEN connection to be closed.
+#: Seconds the process's end waits for each of our threads.
 _GOODBYE = 1.0
 
 
 class Broker:
-    """Database, store, keeper and listener of this process for one set of options.
+    """Database, store, topology and the threads of this process for one set of options.
 
     All kombu Connections of a process that mean the same broker share one: that is why
     an idle worker needs two connections and no more.
@@ -38,9 +40,12 @@ class Broker:
         self.store = MessageStore(self.database)
         self.keeper = LeaseKeeper(self.store, options.visibility_timeout)
         self.listener = Listener(self.database)
+        self.topology = Topology(self.database)
+        self.housekeeper = Housekeeper(self.topology, self.store, self.worker)
 
     def close(self) -> None:
         """Give back what is held and close every connection; for the end of the process."""
+        self.housekeeper.close(_GOODBYE)
         self.listener.close(_GOODBYE)
         try:
             # Also waits for what the keeper's thread is just settling.

@@ -14,8 +14,10 @@ from .broker import Broker
 from .claims import ClaimCursor, Outlook
 from .errors import StatementFailed
 from .keeper import Lease, Outcome
-from .qos import flush
+from .live import LiveQueue, State
+from .qos import discarded
 from .store import RELEASED, Claimed, channel_of
+from .topology import BOUND
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +29,6 @@ AGAIN_SOON = 0.05
 
 #: Share by which polls are spread, so that workers started together do not poll together.
 JITTER = 0.2
-
-#: Kept with a dead letter that was delivered too often.
-ATTEMPTS_USED_UP = "attempts used up"
 
 
 class Credit(Protocol):
@@ -93,6 +92,10 @@ class Consumption:
         self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
         # Channels that something was announced on; True: look from the start.
         self._news: dict[str, bool] = {}
+        # Queues that may hear their exchanges directly; channels of those bound anew.
+        self._live: dict[str, LiveQueue] = {}
+        self._rebound: set[str] = set()
+        self._live_turn = itertools.cycle((True, False))
         self._queue_turn = itertools.count()
         self._consumer_turn = itertools.count()
         self._blocked = False
@@ -110,19 +113,26 @@ class Consumption:
             channel = channel_of(self._broker.options.schema, queue)
             self._watches[queue] = _Watch(queue, channel)
             self._listen()
+        if consumer.no_ack and self._broker.options.notify:
+            self._live.setdefault(queue, LiveQueue(queue, self._broker.options.schema))
+        self._broker.housekeeper.use(queue)
         self._watches[queue].look_at = 0.0
         self._wake()
 
     def cancel(self, consumer: Consumer) -> None:
         """Stop consuming; what was claimed and not delivered is released by the keeper."""
+        if not consumer.active:
+            return
         consumer.active = False
         queue = consumer.queue
+        self._broker.housekeeper.left(queue)
         left = [other for other in self._consumers.get(queue, ()) if other is not consumer]
         if left:
             self._consumers[queue] = left
         else:
             self._consumers.pop(queue, None)
             self._watches.pop(queue, None)
+            self._live.pop(queue, None)
             if not self._watches:
                 self._broker.listener.unsubscribe(self)
         self._release_undelivered()
@@ -141,13 +151,20 @@ class Consumption:
     # -- Subscriber: called by the listener's thread
 
     def notified(self, channel: str, payload: str) -> None:
-        if payload == RELEASED:
+        for live in list(self._live.values()):
+            if channel in live.channels:
+                live.hear(channel, payload)
+        if payload == BOUND:
+            self._rebound.add(channel)
+        elif payload == RELEASED:
             self._news[channel] = True
         else:
             self._news.setdefault(channel, False)
         self._wake()
 
     def resync(self, channels: frozenset[str]) -> None:
+        for live in list(self._live.values()):
+            live.in_force(channels)
         self._news.update(dict.fromkeys(channels, True))
         self._wake()
 
@@ -161,6 +178,10 @@ class Consumption:
                 those that are gone from the table once taken.
         """
         self._absorb_news()
+        if self._live:
+            self._tend_live()
+            if next(self._live_turn) and self._deliver_live():
+                return True
         while True:
             while (entry := self._next_waiting()) is not None:
                 consumer, row, lease = entry
@@ -169,7 +190,33 @@ class Consumption:
                     return True
                 self._give_back(lease)
             if not self._fetch_somewhere(one_by_one):
-                return False
+                return bool(self._live) and self._deliver_live()
+
+    def _tend_live(self) -> None:
+        """Bring queues that may hear their exchanges directly one step further."""
+        for queue, live in list(self._live.items()):
+            watch = self._watches.get(queue)
+            if watch is None:
+                continue
+            if watch.channel in self._rebound:
+                self._rebound.discard(watch.channel)
+                live.forget()
+            if live.state is State.NEW and live.learn(self._broker.topology):
+                self._listen()
+            if live.ready():
+                live.go_live(self._broker.topology)
+                # What was published before is in rows.
+                watch.look_at = 0.0
+
+    def _deliver_live(self) -> bool:
+        """Hand over one message that an exchange has told us; True if there was one."""
+        for queue, live in list(self._live.items()):
+            if live.has_mail and (taker := self._taker(queue)) is not None:
+                row = live.next(self._broker.store)
+                if row is not None:
+                    taker.deliver(row, None)
+                    return True
+        return False
 
     def _next_waiting(self) -> tuple[Consumer, Claimed, Lease | None] | None:
         try:
@@ -179,8 +226,8 @@ class Consumption:
 
     @property
     def waiting(self) -> bool:
-        """True if a claimed message waits for delivery."""
-        return bool(self._buffer)
+        """True if a message waits for delivery, with nothing left to be claimed."""
+        return bool(self._buffer) or any(live.has_mail for live in list(self._live.values()))
 
     def next_look(self) -> float | None:
         """Return in how many seconds to look again; None: only when woken."""
@@ -191,7 +238,8 @@ class Consumption:
 
     def _listen(self) -> None:
         if self._broker.options.notify:
-            channels = [watch.channel for watch in list(self._watches.values())]
+            channels = {watch.channel for watch in list(self._watches.values())}
+            channels.update(*(live.channels for live in list(self._live.values())))
             self._broker.listener.subscribe(self, channels)
 
     def _absorb_news(self) -> None:
@@ -206,13 +254,11 @@ class Consumption:
 
     def _fetch_somewhere(self, one_by_one: bool) -> bool:
         """Look at the queues that are due, in turn, until one gave something."""
-        watches = list(self._watches.values())
-        start = next(self._queue_turn)
+        watches = self._in_order()
         # Said before it is known, so that an ack made meanwhile by another thread wakes us.
         self._blocked = True
         blocked = False
-        for n in range(len(watches)):
-            watch = watches[(start + n) % len(watches)]
+        for watch in watches:
             if watch.look_at > monotonic():
                 continue
             taker = self._taker(watch.queue)
@@ -222,6 +268,17 @@ class Consumption:
                 return True
         self._blocked = blocked
         return False
+
+    def _in_order(self) -> list[_Watch]:
+        """Return the queues in the order in which to look at them."""
+        watches = list(self._watches.values())
+        strategy = self._broker.options.queue_order_strategy
+        if strategy == "sorted":
+            watches.sort(key=lambda watch: watch.queue)
+        elif strategy == "round_robin" and watches:
+            start = next(self._queue_turn) % len(watches)
+            watches = watches[start:] + watches[:start]
+        return watches
 
     def _wanted(self, queue: str) -> bool:
         return any(taker.credit().can_consume() for taker in self._consumers.get(queue, ()))
@@ -311,24 +368,8 @@ class Consumption:
         return [
             (taker, row, lease)
             for row, lease in zip(rows, leases, strict=True)
-            if not self._worn_out(row, lease)
+            if not discarded(broker.keeper, row, lease, broker.options.max_attempts)
         ]
-
-    def _worn_out(self, row: Claimed, lease: Lease | None) -> bool:
-        """Make a message that was delivered too often a dead letter."""
-        limit = self._broker.options.max_attempts
-        if limit is None or lease is None or row.attempts <= limit:
-            return False
-        logger.error(
-            "message.dead_lettered task_id=%d queue=%r: %s (%d)",
-            row.task_id,
-            lease.queue,
-            ATTEMPTS_USED_UP,
-            limit,
-        )
-        self._broker.keeper.settle(lease, Outcome.DEAD_LETTERED, ATTEMPTS_USED_UP)
-        flush(self._broker.keeper)
-        return True
 
     def _give_back(self, lease: Lease | None) -> None:
         if lease is not None:

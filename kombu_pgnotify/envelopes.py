@@ -19,6 +19,13 @@ TEXT, BINARY = "utf-8", "binary"
 #: What kombu's JSON writes where plain JSON has no type (dates, UUIDs, bytes …).
 _TYPED = '"__type__"'
 
+#: The properties that AMQP 0-9-1 has (basic class), and those that kombu puts beside them.
+_PROPERTIES = frozenset(
+    "content_type content_encoding application_headers delivery_mode priority correlation_id"
+    " reply_to expiration message_id timestamp type user_id app_id cluster_id"
+    " body_encoding delivery_info delivery_tag".split()
+)
+
 #: Text bodies may hold lone surrogates.
 _SURROGATES = "surrogatepass"
 
@@ -32,7 +39,20 @@ def pack(message: dict[str, Any]) -> tuple[str, bytes]:
     body = message["body"]
     envelope = {key: value for key, value in message.items() if key != "body"}
     payload = body.encode("utf-8", _SURROGATES) if isinstance(body, str) else bytes(body or b"")
-    return kombu_json.dumps(envelope), payload
+    try:
+        return kombu_json.dumps(envelope), payload
+    except (TypeError, ValueError):
+        _drop_strangers(envelope["properties"])
+        return kombu_json.dumps(envelope), payload
+
+
+def _drop_strangers(properties: dict[str, Any]) -> None:
+    """Drop properties that are neither AMQP's nor JSON, as py-amqp does with what it cannot say."""
+    for name in set(properties) - _PROPERTIES:
+        try:
+            kombu_json.dumps(properties[name])
+        except (TypeError, ValueError):
+            del properties[name]
 
 
 def unpack(row: Claimed) -> dict[str, Any]:
@@ -53,12 +73,23 @@ def unpack(row: Claimed) -> dict[str, Any]:
         info.setdefault("routing_key", "")
         if row.attempts > 1:
             info["redelivered"] = True
+        if row.died is not None:
+            _tell_deaths(message["headers"], info, row.died)
         message["body"] = _body(row.payload, properties.get("body_encoding"))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as exc:
         raise Unreadable(f"{type(exc).__name__}: {exc}") from exc
     except RecursionError as exc:
         raise Unreadable(f"{type(exc).__name__}: {exc}") from exc
     return message  # type: ignore[no-any-return]
+
+
+def _tell_deaths(headers: dict[str, Any], info: dict[str, Any], died: str) -> None:
+    """Say where a message was dead-lettered before (RabbitMQ, Dead Letter Exchanges)."""
+    story = json.loads(died)
+    info.update(exchange=story["exchange"], routing_key=story["routing_key"])
+    deaths = headers["x-death"] = story["deaths"]
+    for name in ("queue", "reason", "exchange"):
+        headers[f"x-first-death-{name}"] = deaths[-1][name]
 
 
 def _body(payload: bytes, encoding: str | None) -> str | bytes:

@@ -44,6 +44,8 @@ class Outcome(Enum):
     #: Given back by the consumer that had it: an attempt.
     REQUEUED = "requeued"
     DEAD_LETTERED = "dead-lettered"
+    #: It had outlived its time when it was claimed.
+    EXPIRED = "expired"
 
 
 class Lease:
@@ -235,6 +237,8 @@ class LeaseKeeper:
             settled = self._store.acknowledge(fences)
         elif outcome is Outcome.DEAD_LETTERED:
             settled = self._store.dead_letter(fences, reason)
+        elif outcome is Outcome.EXPIRED:
+            settled = self._store.expire(fences)
         else:
             started = outcome is Outcome.REQUEUED
             settled = self._store.release(fences, queues, started=started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 from collections.abc import Callable, Iterable
@@ -159,8 +160,9 @@ class _Ear:
             now = monotonic()
             if self._wanted:
                 leave_at = None
-            elif leave_at is None:
-                leave_at = now + self._linger()
+            else:
+                # Sooner than was decided, if the process has begun to end meanwhile.
+                leave_at = min(leave_at or math.inf, now + self._linger())
             if leave_at is not None and now >= leave_at:
                 return
             until = min(self._check_at, leave_at or self._check_at)

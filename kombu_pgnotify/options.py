@@ -23,7 +23,7 @@ _SYNCHRONOUS_COMMIT = ("on", "off", "local", "remote_write", "remote_apply")
 #: publishing (retry policy); not ours to judge.
 KOMBU_OPTIONS = frozenset(
     "body_encoding callback connect_retries_timeout deadletter_queue errback interval_max"
-    " interval_start interval_step max_retries queue_order_strategy retry_errors".split()
+    " interval_start interval_step max_retries retry_errors".split()
 )
 
 
@@ -56,6 +56,16 @@ class Options:
         health_check_interval: seconds between checks that the LISTEN connection is alive.
         eta_in_broker: keep a Celery task with an ETA in the table until it is due; False
             hands it to a worker at once, which then keeps it, as other brokers do.
+        queue_order_strategy: which queue comes first when several have messages: round_robin,
+            sorted (by name) or priority (in the order in which they were declared to be
+            consumed).
+        queue_name_prefix: put before the name of every queue and exchange in the database: a
+            namespace for each of several applications that share a schema.
+        priority_order: amqp (255 first) or redis (0 first); the same in all processes.
+        expired_tasks: deliver hands a Celery task whose ``expires`` has passed to a worker,
+            which records it as revoked; drop lets it vanish, as RabbitMQ does.
+        disable_prefetch: a Celery worker takes a task only when one of its processes is free
+            (Celery's own ``worker_disable_prefetch`` is for Redis only).
         prepared_statements: prepare statements on the server; False for a pooler that
             cannot keep them.
     """
@@ -75,6 +85,11 @@ class Options:
     max_attempts: int | None = None
     health_check_interval: float = 25.0
     eta_in_broker: bool = True
+    queue_order_strategy: str = "round_robin"
+    queue_name_prefix: str = ""
+    priority_order: str = "amqp"
+    expired_tasks: str = "deliver"
+    disable_prefetch: bool = False
     prepared_statements: bool = True
     #: Called for the password at each connect, when it was given as a callable.
     password_source: Callable[[], Any] | None = field(default=None, repr=False)
@@ -194,11 +209,22 @@ def _schema(name: str, value: Any) -> str:
 
 def _durability(name: str, value: Any) -> str:
     word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-    if word not in _SYNCHRONOUS_COMMIT:
-        raise ConfigurationError(
-            f"option {name!r} must be one of {', '.join(_SYNCHRONOUS_COMMIT)}, not {value!r}"
-        )
-    return str(word)
+    return _one_of(*_SYNCHRONOUS_COMMIT)(name, word)
+
+
+def _one_of(*words: str) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if value not in words:
+            raise ConfigurationError(
+                f"option {name!r} must be one of {', '.join(words)}, not {value!r}"
+            )
+        return str(value)
+
+    return check
+
+
+def _prefix(name: str, value: Any) -> str:
+    return "" if value == "" else _text(name, value)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -216,6 +242,11 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_attempts": _maybe(_count),
     "health_check_interval": _seconds,
     "eta_in_broker": _flag,
+    "queue_order_strategy": _one_of("round_robin", "sorted", "priority"),
+    "queue_name_prefix": _prefix,
+    "priority_order": _one_of("amqp", "redis"),
+    "expired_tasks": _one_of("deliver", "drop"),
+    "disable_prefetch": _flag,
     "prepared_statements": _flag,
 }
 

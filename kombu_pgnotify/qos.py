@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import PgnotifyError
 from .keeper import Lease, LeaseKeeper, Outcome
+from .store import Claimed
 
 if TYPE_CHECKING:
     from .channel import Channel, Message
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 #: Kept with a dead letter that a consumer rejected without requeue.
 REJECTED = "rejected"
+
+#: Kept with a dead letter that was delivered too often.
+ATTEMPTS_USED_UP = "attempts used up"
 
 
 class QoS:
@@ -34,6 +38,8 @@ class QoS:
         keeper: returns the keeper of the *current* process (a fork changes it).
         settle_later: tells whether a loop of this channel will flush within this iteration.
         credit_regained: called after a message was settled.
+        free_slots: given the prefetch limit, tells how many more may come at once by
+            another measure; None: it knows none.
     """
 
     def __init__(
@@ -42,12 +48,14 @@ class QoS:
         keeper: Callable[[], LeaseKeeper],
         settle_later: Callable[[], bool],
         credit_regained: Callable[[], None],
+        free_slots: Callable[[int], int | None] | None = None,
     ) -> None:
         self.channel = channel
         self.prefetch_count = 0
         self._keeper = keeper
         self._settle_later = settle_later
         self._credit_regained = credit_regained
+        self._free_slots = free_slots
         self._unacked: dict[str, tuple[Message, Lease]] = {}
         # Those that this channel no longer keeps alive, see let_go().
         self._let_go: dict[str, Lease] = {}
@@ -66,13 +74,17 @@ class QoS:
 
     def can_consume(self) -> bool:
         """True while the prefetch limit allows one more message."""
-        return not self.prefetch_count or self._outstanding < self.prefetch_count
+        return not self.prefetch_count or self._room > 0
 
     def can_consume_max_estimate(self) -> int | None:
         """How many more messages the prefetch limit allows; None: no limit."""
-        if not self.prefetch_count:
-            return None
-        return max(self.prefetch_count - self._outstanding, 0)
+        return max(self._room, 0) if self.prefetch_count else None
+
+    @property
+    def _room(self) -> int:
+        room = self.prefetch_count - len(self._unacked) - len(self._let_go)
+        slots = self._free_slots(self.prefetch_count) if self._free_slots else None
+        return room if slots is None else min(room, slots)
 
     def ack(self, delivery_tag: str, multiple: bool = False) -> None:
         """Acknowledge a message, or with `multiple` all up to it (AMQP 0-9-1, basic.ack)."""
@@ -117,10 +129,6 @@ class QoS:
             keeper.forsaken(lease)
             self._credit_regained()
 
-    @property
-    def _outstanding(self) -> int:
-        return len(self._unacked) + len(self._let_go)
-
     def _tags(self, delivery_tag: str, multiple: bool) -> list[str]:
         if not multiple:
             return [delivery_tag]
@@ -151,3 +159,26 @@ def flush(keeper: LeaseKeeper) -> None:
         keeper.flush()
     except PgnotifyError as exc:
         logger.warning("settle.delayed the keeper tries again: %s", exc)
+
+
+def discarded(
+    keeper: LeaseKeeper, row: Claimed, lease: Lease | None, max_attempts: int | None
+) -> bool:
+    """Settle a message that nobody may get any more: it is too old, or was delivered too often."""
+    if lease is None:
+        return False
+    if row.expired:
+        keeper.settle(lease, Outcome.EXPIRED)
+    elif max_attempts is not None and row.attempts > max_attempts:
+        logger.error(
+            "message.dead_lettered task_id=%d queue=%r: %s (%d)",
+            row.task_id,
+            lease.queue,
+            ATTEMPTS_USED_UP,
+            max_attempts,
+        )
+        keeper.settle(lease, Outcome.DEAD_LETTERED, ATTEMPTS_USED_UP)
+    else:
+        return False
+    flush(keeper)
+    return True

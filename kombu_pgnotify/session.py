@@ -41,10 +41,13 @@ def _int(raw: bytes) -> int:
     return int.from_bytes(raw, "big", signed=True)
 
 
+#: Type OID of bytea (pg_type.dat).
+_BYTEA = 17
+
 #: Decoders of the binary format by type OID (pg_type.dat).
 _DECODERS: dict[int, Callable[[bytes], Any]] = {
     16: lambda raw: raw != b"\0",  # boolean
-    17: bytes,  # bytea
+    _BYTEA: bytes,
     20: _int,  # bigint
     21: _int,  # smallint
     23: _int,  # integer
@@ -265,8 +268,14 @@ def _rows(result: pq.abc.PGresult) -> Rows:
 
 def _encode_all(params: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
     """Encode parameters; return them and their formats."""
-    formats = [_BINARY if isinstance(param, bytes) else _TEXT for param in params]
+    formats = [_BINARY if _is_binary(param) else _TEXT for param in params]
     return [_encode(param) for param in params], formats
+
+
+def _is_binary(value: Any) -> bool:
+    return isinstance(value, bytes) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], bytes)
+    )
 
 
 def _encode(value: Any) -> bytes | None:
@@ -274,10 +283,32 @@ def _encode(value: Any) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, str):
-        if "\0" in value:
-            # libpq would cut it there, silently.
-            raise psycopg.DataError(f"text with a NUL cannot be kept: {value!r}")
-        return value.encode()
+        return _text(value).encode()
     if isinstance(value, (list, tuple)):
-        return ("{" + ",".join(map(str, value)) + "}").encode()
+        if value and isinstance(value[0], bytes):
+            return _bytea_array(value)
+        return ("{" + ",".join(map(_element, value)) + "}").encode()
     return str(value).encode()
+
+
+def _text(value: str) -> str:
+    if "\0" in value:
+        # libpq would cut it there, silently.
+        raise psycopg.DataError(f"text with a NUL cannot be kept: {value!r}")
+    return value
+
+
+def _element(value: Any) -> str:
+    """Write an array's element (PostgreSQL documentation, 8.15.6)."""
+    if isinstance(value, str):
+        escaped = _text(value).replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return "NULL" if value is None else str(value)
+
+
+def _bytea_array(items: Sequence[bytes]) -> bytes:
+    """Write a one-dimensional bytea[] in binary (array_recv in PostgreSQL's source)."""
+    parts = [struct.pack("!5i", 1, 0, _BYTEA, len(items), 1)]
+    for item in items:
+        parts += (struct.pack("!i", len(item)), item)
+    return b"".join(parts)

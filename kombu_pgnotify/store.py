@@ -7,9 +7,12 @@ JSON) and a payload (bytes).
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from . import notices
 from .claims import Ranges
 from .database import Database
 from .session import Call, Rows
@@ -22,6 +25,9 @@ PUBLISHED = "published"
 
 #: … or rows came back below what consumers have already passed: look from the start.
 RELEASED = "released"
+
+#: Why a message went that had outlived its time (RabbitMQ's word).
+EXPIRED = "expired"
 
 #: Rows promoted or purged by one statement, so that each stays short.
 _CHUNK = 1000
@@ -43,6 +49,42 @@ class Claimed(NamedTuple):
     rank: int
     envelope: str
     payload: bytes
+    #: It has outlived its time.
+    expired: bool = False
+    #: JSON: how it came here, if it was dead-lettered before.
+    died: str | None = None
+
+
+class Outgoing(NamedTuple):
+    """A message to be published.
+
+    Attributes:
+        priority: 0 to 255, higher first unless the options say otherwise.
+        available_at: ISO time with offset; the message is held until then.
+        ttl: seconds after which nobody gets it any more.
+        persistent: wait until it is on disk (AMQP's delivery mode 2).
+    """
+
+    envelope: str
+    payload: bytes
+    priority: int = 0
+    available_at: str | None = None
+    ttl: float | None = None
+    persistent: bool = True
+
+
+class Routed(NamedTuple):
+    """Where an exchange has sent a message.
+
+    Attributes:
+        queues: those that got a row.
+        live: how many notices were sent (each to any number of live queues).
+        unbound: it is a durable direct exchange that nothing is bound to.
+    """
+
+    queues: list[str]
+    live: int
+    unbound: bool
 
 
 class Fence(NamedTuple):
@@ -58,6 +100,17 @@ def channel_of(schema: str, queue: str) -> str:
     return "pgnotify_" + digest[:40]
 
 
+def exchange_channel_of(schema: str, exchange: str) -> str:
+    """Return the NOTIFY channel on which an exchange tells live queues."""
+    digest = hashlib.sha224(f"{schema}.{exchange}".encode("utf-8", "surrogatepass")).hexdigest()
+    return "pgnotify_x_" + digest[:40]
+
+
+def _routed(row: tuple[Any, ...]) -> tuple[Routed, list[str]]:
+    """Read an answer of publish_routed: where the message went, and which queues to trim."""
+    return Routed(json.loads(row[0]), row[2], row[3]), json.loads(row[1])
+
+
 class MessageStore:
     """The messages of one broker.
 
@@ -68,25 +121,60 @@ class MessageStore:
         self._database = database
         self._options = database.options
         self._statements = database.statements
+        self._lowest_first = "true" if self._options.priority_order == "redis" else "false"
 
-    def publish(
-        self,
-        queue: str,
-        envelope: str,
-        payload: bytes,
-        *,
-        priority: int = 0,
-        available_at: str | None = None,
-    ) -> int:
-        """Write one message, commit it, then announce it; return its id.
-
-        Arguments:
-            priority: 0 to 255, higher first.
-            available_at: ISO time with offset; the message is held until then.
-        """
-        row = (queue, priority, available_at, envelope, payload, self._options.synchronous_commit)
+    def publish(self, queue: str, message: Outgoing) -> int:
+        """Write one message, commit it, then announce it; return its id."""
+        row = self._row(message)
+        call = (self._statements["publish"], (queue, *row))
         hints = self._announcements([queue], PUBLISHED)
-        return int(self._database.run((self._statements["publish"], row), hints=hints)[0][0][0])
+        task_id, max_length = self._database.run(call, hints=hints)[0][0]
+        if max_length is not None:
+            self._trim([queue])
+        return int(task_id)
+
+    def publish_routed(self, exchange: str, routing_key: str, message: Outgoing) -> Routed:
+        """Write one message into the queues that an exchange has for it, and tell live ones."""
+        row = self._database.run(self._routing(exchange, routing_key, message))[0][0]
+        routed, limited = _routed(row)
+        self._announce(routed.queues, PUBLISHED)
+        self._trim(limited)
+        return routed
+
+    def publish_batch(self, items: Sequence[tuple[str, str, Outgoing]]) -> list[Routed | None]:
+        """Write messages of `(exchange, routing key, message)` in one transaction, then announce.
+
+        Those for the default exchange (no name: the key is the queue) that follow upon each
+        other go in one statement.  Returns where the others went.
+        """
+        calls, places = [], []
+        for direct, group in itertools.groupby(enumerate(items), key=lambda item: not item[1][0]):
+            rows = list(group)
+            if direct:
+                calls.append(self._inserting([(key, message) for _, (_, key, message) in rows]))
+                places.append(-1)
+            else:
+                calls += [self._routing(*item) for _, item in rows]
+                places += [place for place, _ in rows]
+        routed: list[Routed | None] = [None] * len(items)
+        queues = {key for exchange, key, _ in items if not exchange}
+        trimmed: set[str] = set()
+        for place, answer in zip(places, self._database.run(*calls), strict=True):
+            if place < 0:
+                trimmed.update(queue for (queue,) in answer)
+                continue
+            where, limited = _routed(answer[0])
+            routed[place] = where
+            queues.update(where.queues)
+            trimmed.update(limited)
+        self._announce(sorted(queues), PUBLISHED)
+        self._trim(sorted(trimmed))
+        return routed
+
+    def broadcast(self, broadcast_id: int) -> tuple[str, bytes] | None:
+        """Read a big message for live queues; None if it is gone already."""
+        rows = self._database.run((self._statements["broadcast"], (broadcast_id,)))[0]
+        return (rows[0][0], rows[0][1]) if rows else None
 
     def claim(
         self, queue: str, ranges: Ranges, limit: int, worker: str, run: Run | None = None
@@ -128,15 +216,23 @@ class MessageStore:
 
     def dead_letter(self, fences: Sequence[Fence], reason: str) -> set[int]:
         """Take messages out of circulation, keeping them with `reason`."""
-        return self._settle("dead_letter", fences, reason)
+        return self._bury(self._settling("bury", fences, reason, "true"))
+
+    def expire(self, fences: Sequence[Fence]) -> set[int]:
+        """Take messages out of circulation that have outlived their time."""
+        return self._bury(self._settling("bury", fences, EXPIRED, "false"))
+
+    def sweep_messages(self) -> int:
+        """Take some messages out of circulation that have outlived their time; return how many."""
+        return len(self._bury((self._statements["sweep_messages"], (_CHUNK,))))
 
     def promote(self, queue: str) -> int:
         """Make held messages whose time has come ready; return how many."""
         rows = self._database.run((self._statements["promote"], (queue, _CHUNK)))[0]
         promoted = int(rows[0][0])
-        if promoted and (hints := self._announcements([queue], RELEASED)):
+        if promoted:
             # Their ids lie below what other consumers have passed.
-            self._database.run(hints=hints)
+            self._announce([queue], RELEASED)
         return promoted
 
     def next_look(self, queue: str) -> float | None:
@@ -156,6 +252,56 @@ class MessageStore:
             total += int(rows[0][0])
             if int(rows[0][0]) < _CHUNK:
                 return total
+
+    def _inserting(self, messages: Sequence[tuple[str, Outgoing]]) -> Call:
+        """Return the call that writes messages of `(queue, message)`, in order."""
+        rows = [message for _, message in messages]
+        columns = (
+            [queue for queue, _ in messages],
+            [row.priority for row in rows],
+            [row.available_at for row in rows],
+            [row.ttl for row in rows],
+            self._lowest_first,
+            self._durability(any(row.persistent for row in rows)),
+            [row.envelope for row in rows],
+            [row.payload for row in rows],
+        )
+        return self._statements["publish_many"], columns
+
+    def _routing(self, exchange: str, routing_key: str, message: Outgoing) -> Call:
+        """Return the call that writes a message to wherever an exchange has it go."""
+        carried = notices.carry(message.envelope, message.payload)
+        channel = exchange_channel_of(self._options.schema, exchange)
+        params = (exchange, routing_key, *self._row(message), carried, channel)
+        return self._statements["publish_routed"], params
+
+    def _announce(self, queues: Sequence[str], what: str) -> None:
+        if hints := self._announcements(queues, what):
+            self._database.run(hints=hints)
+
+    def _trim(self, queues: Sequence[str]) -> None:
+        for queue in queues:
+            self._bury((self._statements["trim"], (queue,)))
+
+    def _bury(self, call: Call) -> set[int]:
+        """Run one of the burying statements; return the ids, and announce where they went."""
+        rows = self._database.run(call)[0]
+        self._announce(sorted({queue for _, queue in rows if queue is not None}), PUBLISHED)
+        return {task_id for task_id, _ in rows if task_id is not None}
+
+    def _row(self, message: Outgoing) -> tuple[object, ...]:
+        return (
+            message.priority,
+            message.available_at,
+            message.ttl,
+            self._lowest_first,
+            self._durability(message.persistent),
+            message.envelope,
+            message.payload,
+        )
+
+    def _durability(self, persistent: bool) -> str:
+        return self._options.synchronous_commit if persistent else "off"
 
     def _fetch(self, call: Call, run: Run | None) -> list[Claimed]:
         fetched = run(call) if run is not None else self._database.run(call)[0]

@@ -12,6 +12,7 @@ from kombu.transport import virtual
 
 from . import broker as brokers, options, urls
 from .broker import Broker
+from .celery.worker import introduce
 from .channel import Channel
 from .consumption import Consumer, Consumption
 from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
@@ -52,7 +53,8 @@ class Transport(virtual.Transport):
 
     implements = virtual.Transport.implements.extend(
         asynchronous=True,
-        exchange_type=frozenset(["direct", "topic"]),
+        batch_publish=True,
+        exchange_type=frozenset(["direct", "topic", "fanout"]),
         heartbeats=False,
     )
 
@@ -66,6 +68,7 @@ class Transport(virtual.Transport):
         self._waker: Waker | None = None
         self._consumption: Consumption | None = None
         _hide_password(client)
+        introduce(self.driver_type)
 
     # -- what channels need
 
@@ -100,6 +103,11 @@ class Transport(virtual.Transport):
     def in_event_loop(self) -> bool:
         """True if kombu's hub drives this connection."""
         return self._link is not None
+
+    @property
+    def disables_prefetch(self) -> bool:
+        """True if a Celery worker is to take a task only when a process is free."""
+        return self.broker.options.disable_prefetch
 
     def cancel(self, consumer: Consumer) -> None:
         """Stop a consumer; no I/O and no lock."""

@@ -25,9 +25,11 @@ def quote_identifier(name: str) -> str:
 
 @cache
 def statements(schema: str) -> dict[str, Statement]:
-    """Return every statement of ``queries.sql`` for the (unquoted) `schema`."""
-    text = (files(__name__) / "queries.sql").read_text(encoding="utf-8")
-    parts = _NAME.split(text)[1:]
+    """Return every statement of the ``.sql`` files for the (unquoted) `schema`."""
+    parts: list[str] = []
+    for entry in files(__name__).iterdir():
+        if entry.name.endswith(".sql"):
+            parts += _NAME.split(entry.read_text(encoding="utf-8"))[1:]
     quoted = quote_identifier(schema)
     return {
         name: Statement(name, _strip(body).replace("{schema}", quoted).encode())

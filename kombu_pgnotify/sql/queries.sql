@@ -24,12 +24,102 @@ SELECT current_setting('server_version_num')::int AS server_version,
 SELECT coalesce(max(version), 0) FROM {schema}.migrations;
 
 -- name: publish
--- Writes one message ($3: not before this time, $6: synchronous_commit) and returns its id.
-INSERT INTO {schema}.tasks (task_name, priority, available_at, envelope, payload)
-SELECT $1, $2::smallint, CASE WHEN $3::timestamptz > now() THEN $3::timestamptz END, $4, $5::bytea
+-- Writes one message ($3: not before this time, $4: not after so many seconds, $5: the lowest
+-- priority first, $6: synchronous_commit) and returns its id and its queue's x-max-length.
+INSERT INTO {schema}.tasks (task_name, priority, available_at, expires_at, envelope, payload)
+SELECT $1, CASE WHEN $5::boolean THEN 255 - $2::smallint
+                ELSE least($2::smallint, coalesce(q.max_priority, 255)) END,
+       CASE WHEN $3::timestamptz > now() THEN $3::timestamptz END,
+       least(now() + make_interval(secs => $4::float8),
+             greatest($3::timestamptz, now()) + make_interval(secs => q.message_ttl)),
+       $7, $8::bytea
 FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true),
              set_config('synchronous_commit', $6, true)) AS settings
-RETURNING task_id;
+LEFT JOIN {schema}.queues AS q ON q.queue_name = $1
+RETURNING task_id, (SELECT max_length FROM {schema}.queues WHERE queue_name = $1);
+
+-- name: publish_many
+-- Writes messages for the default exchange, in order: parallel arrays of publish's $1, $2, $3, $4,
+-- $7 and $8; $5 and $6 hold for all.  Returns the queues that have an x-max-length.
+WITH written AS (
+    INSERT INTO {schema}.tasks (task_name, priority, available_at, expires_at, envelope, payload)
+    SELECT m.queue, CASE WHEN $5::boolean THEN 255 - m.priority
+                         ELSE least(m.priority, coalesce(q.max_priority, 255)) END,
+           CASE WHEN m.due > now() THEN m.due END,
+           least(now() + make_interval(secs => m.ttl),
+                 greatest(m.due, now()) + make_interval(secs => q.message_ttl)),
+           m.envelope, m.payload
+    FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true),
+                 set_config('synchronous_commit', $6, true)) AS settings
+    CROSS JOIN unnest($1::text[], $2::smallint[], $3::timestamptz[], $4::float8[], $7::text[],
+                      $8::bytea[]) WITH ORDINALITY
+        AS m (queue, priority, due, ttl, envelope, payload, place)
+    LEFT JOIN {schema}.queues AS q ON q.queue_name = m.queue
+    ORDER BY m.place
+    RETURNING task_name
+)
+SELECT DISTINCT queue_name FROM written JOIN {schema}.queues ON queue_name = task_name
+WHERE max_length IS NOT NULL;
+
+-- name: publish_routed
+-- Writes one message into every queue that exchange $1 has for routing key $2, but for live
+-- queues: theirs goes on channel $11 within this transaction ($10: the message as text, NULL if it
+-- is too big, then a row that the NOTIFY names).  $3 to $9 as publish's $2 to $8.
+-- A live queue is named by its binding key; one that may go live and had not when this
+-- statement looked is excepted, since it has got a row.
+WITH settings AS MATERIALIZED (
+    SELECT set_config('kombu_pgnotify.quiet', 'on', true), set_config('synchronous_commit', $7, true)
+), matched AS MATERIALIZED (
+    SELECT q.queue_name, q.live, q.max_priority, q.message_ttl, q.max_length, r.binding_key,
+           q.exclusive AND NOT q.live AS excepted
+    FROM settings CROSS JOIN {schema}.route($1, $2) AS r
+    JOIN {schema}.queues AS q ON q.queue_name = r.queue_name
+), heading AS MATERIALIZED (
+    SELECT json_build_object(
+               'keys', json_agg(DISTINCT binding_key) FILTER (WHERE live),
+               'not', coalesce(json_agg(DISTINCT queue_name) FILTER (WHERE excepted), '[]'),
+               'ttl', $5::float8)::text AS line
+    FROM matched
+    HAVING bool_or(live)
+       -- Else there are too many keys for a NOTIFY, and live queues get rows too.
+       AND octet_length(json_agg(DISTINCT binding_key)::text || json_agg(DISTINCT queue_name)::text) < 7000
+), written AS (
+    INSERT INTO {schema}.tasks (task_name, priority, available_at, expires_at, exchange_name,
+                                routing_key, envelope, payload)
+    SELECT DISTINCT ON (queue_name)
+           queue_name, CASE WHEN $6::boolean THEN 255 - $3::smallint
+                            ELSE least($3::smallint, coalesce(max_priority, 255)) END,
+           CASE WHEN $4::timestamptz > now() THEN $4::timestamptz END,
+           least(now() + make_interval(secs => $5::float8),
+                 greatest($4::timestamptz, now()) + make_interval(secs => message_ttl)),
+           $1, $2, $8, $9::bytea
+    FROM matched
+    WHERE NOT live OR NOT EXISTS (SELECT FROM heading)
+    ORDER BY queue_name
+    RETURNING task_name
+), spilled AS (
+    INSERT INTO {schema}.broadcasts (envelope, payload)
+    SELECT $8, $9::bytea
+    FROM heading
+    -- A NOTIFY takes less than 8000 bytes.
+    WHERE $10::text IS NULL OR octet_length(line) + octet_length($10::text) > 7990
+    RETURNING broadcast_id
+), told AS (
+    SELECT pg_notify($11, line || E'\n' || coalesce((SELECT '#' || broadcast_id FROM spilled), $10))
+    FROM heading
+)
+SELECT coalesce((SELECT json_agg(task_name) FROM written), '[]')::text AS queues,
+       coalesce((SELECT json_agg(DISTINCT queue_name) FROM matched WHERE max_length IS NOT NULL),
+                '[]')::text AS limited,
+       (SELECT count(*) FROM told) AS live,
+       EXISTS (SELECT FROM {schema}.exchanges AS e
+               WHERE e.exchange_name = $1 AND e.durable AND e.exchange_type = 'direct'
+                 AND NOT EXISTS (SELECT FROM {schema}.bindings AS b
+                                 WHERE b.exchange_name = $1)) AS unbound;
+
+-- name: broadcast
+-- Reads a message for live queues that was too big for its NOTIFY.
+SELECT envelope, payload FROM {schema}.broadcasts WHERE broadcast_id = $1;
 
 -- name: announce
 -- Tells the listeners of channel $1 what happened ($2: published or released).
@@ -64,10 +154,14 @@ SET lease_worker_id = $6,
     deliveries = CASE WHEN deliveries < 2147483647 THEN deliveries + 1 ELSE 1 END,
     attempts = least(attempts, 2147483646) + 1
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM picked))
-RETURNING task_id, deliveries, attempts, rank, envelope, payload;
+RETURNING task_id, deliveries, attempts, rank, envelope, payload,
+          coalesce(expires_at <= now(), false),
+          CASE WHEN deaths IS NOT NULL THEN json_build_object(
+              'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END;
 
 -- name: take
--- Deletes and returns up to $5 messages in claim's order, for consumers that do not acknowledge.
+-- Deletes and returns up to $5 messages in claim's order, for consumers that do not acknowledge;
+-- what has outlived its time is left to sweep_messages.
 WITH picked AS MATERIALIZED (
     SELECT candidate.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true)) AS settings
@@ -79,6 +173,7 @@ WITH picked AS MATERIALIZED (
         WHERE task_name = $1 AND available_at IS NULL
           AND (rank, task_id) > (range.after_rank, range.after_id) AND rank <= range.last_rank
           AND (lease_expiration IS NULL OR lease_expiration < now())
+          AND (expires_at IS NULL OR expires_at > now())
         ORDER BY rank, task_id
         LIMIT $5::int
         FOR UPDATE SKIP LOCKED
@@ -87,7 +182,10 @@ WITH picked AS MATERIALIZED (
 )
 DELETE FROM {schema}.tasks
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM picked))
-RETURNING task_id, least(deliveries, 2147483646) + 1, least(attempts, 2147483646) + 1, rank, envelope, payload;
+RETURNING task_id, least(deliveries, 2147483646) + 1, least(attempts, 2147483646) + 1, rank,
+          envelope, payload, false,
+          CASE WHEN deaths IS NOT NULL THEN json_build_object(
+              'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END;
 
 -- name: acknowledge
 -- Deletes the messages $1 whose delivery $2 is still the latest, locking in id order
@@ -137,24 +235,50 @@ SET lease_worker_id = NULL, lease_expiration = NULL, attempts = greatest(attempt
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
 RETURNING task_id;
 
--- name: dead_letter
--- Moves the messages $1 (deliveries $2) out of circulation and keeps them with the reason $3.
-WITH held AS MATERIALIZED (
+-- name: bury
+-- Takes the messages $1 (deliveries $2) out of circulation for the reason $3, and keeps them in
+-- dead_letters if $4 says so and their queue has no dead letter exchange.  Returns the ids
+-- of those whose fence held, and the queues that got something.
+SELECT buried, moved_to
+FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
+CROSS JOIN LATERAL {schema}.bury(ARRAY(
     SELECT t.task_id
     FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
     ORDER BY t.task_id
     FOR UPDATE OF t
-), removed AS (
-    DELETE FROM {schema}.tasks
-    WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
-    RETURNING *
-)
-INSERT INTO {schema}.dead_letters
-    (task_id, task_name, priority, published_at, attempts, worker_id, reason, envelope, payload)
-SELECT task_id, task_name, priority, published_at, attempts, lease_worker_id, $3, envelope, payload
-FROM removed
-RETURNING task_id;
+), $3, $4::boolean);
+
+-- name: trim
+-- Takes what queue $1 has beyond its x-max-length from its head, for the reason maxlen.
+SELECT buried, moved_to
+FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
+CROSS JOIN LATERAL {schema}.bury(ARRAY(
+    SELECT task_id
+    FROM {schema}.tasks
+    WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+      AND (lease_expiration IS NULL OR lease_expiration < now())
+    ORDER BY rank, task_id
+    LIMIT (SELECT greatest(0, count(*) - (SELECT max_length FROM {schema}.queues
+                                          WHERE queue_name = $1))
+           FROM {schema}.tasks
+           WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+             AND (lease_expiration IS NULL OR lease_expiration < now()))
+    FOR UPDATE SKIP LOCKED
+), 'maxlen', false);
+
+-- name: sweep_messages
+-- Takes up to $1 messages that have outlived their time out of circulation.
+SELECT buried, moved_to
+FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
+CROSS JOIN LATERAL {schema}.bury(ARRAY(
+    SELECT task_id
+    FROM {schema}.tasks
+    WHERE expires_at <= now() AND (lease_expiration IS NULL OR lease_expiration < now())
+    ORDER BY expires_at
+    LIMIT $1::int
+    FOR UPDATE SKIP LOCKED
+), 'expired', false);
 
 -- name: promote
 -- Makes up to $2 held messages of queue $1 whose time has come ready, and counts them.
@@ -207,12 +331,14 @@ FROM (
     (SELECT FROM {schema}.tasks
      WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
        AND (lease_expiration IS NULL OR lease_expiration < now())
+       AND (expires_at IS NULL OR expires_at > now())
      ORDER BY rank, task_id
      LIMIT $2::bigint)
     UNION ALL
     (SELECT FROM {schema}.tasks
      WHERE task_name = $1 AND available_at IS NOT NULL
        AND (lease_expiration IS NULL OR lease_expiration < now())
+       AND (expires_at IS NULL OR expires_at > now())
      ORDER BY available_at
      LIMIT $2::bigint)
     LIMIT $2::bigint

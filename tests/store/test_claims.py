@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor, Outlook, Ranges
-from kombu_pgnotify.store import Claimed, Fence, MessageStore
+from kombu_pgnotify.store import Claimed, Fence, MessageStore, Outgoing
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 Claim = Callable[..., list[Claimed]]
@@ -33,7 +33,7 @@ def in_time(seconds: float) -> str:
 
 
 def publish(store: MessageStore, queue: str, count: int, **options: Any) -> list[int]:
-    return [store.publish(queue, "{}", b"%d" % n, **options) for n in range(count)]
+    return [store.publish(queue, Outgoing("{}", b"%d" % n, **options)) for n in range(count)]
 
 
 # -- claiming
@@ -84,7 +84,7 @@ def test_claims_come_by_priority_and_then_in_order_of_publication(
     store: MessageStore, queue: str, claim: Claim
 ) -> None:
     priorities = [0, 9, 3, 9, 0, 255, 3]
-    ids = [store.publish(queue, "{}", b"", priority=priority) for priority in priorities]
+    ids = [store.publish(queue, Outgoing("{}", b"", priority=priority)) for priority in priorities]
     expected = [5, 1, 3, 2, 6, 0, 4]
     assert [row.task_id for row in claim(3)] == [ids[n] for n in expected[:3]]
     assert [row.task_id for row in claim(10)] == [ids[n] for n in expected[3:]]
@@ -125,7 +125,7 @@ def test_a_claim_passes_over_rows_that_somebody_has_locked(
 
 
 def test_a_claim_tells_what_the_row_says(store: MessageStore, queue: str, claim: Claim) -> None:
-    task_id = store.publish(queue, '{"a": 1}', b"body", priority=5)
+    task_id = store.publish(queue, Outgoing('{"a": 1}', b"body", priority=5))
     assert claim() == [Claimed(task_id, 1, 1, 250, '{"a": 1}', b"body")]
 
 
@@ -303,7 +303,7 @@ def test_attempts_never_fall_below_zero(
 def test_a_dead_letter_is_kept_with_its_reason(
     store: MessageStore, queue: str, claim: Claim, fence_of: Fences, sql: Sql
 ) -> None:
-    task_id = store.publish(queue, '{"a": 1}', b"\x00\xff", priority=7)
+    task_id = store.publish(queue, Outgoing('{"a": 1}', b"\x00\xff", priority=7))
     (row,) = claim(1, "me")
     assert store.dead_letter([fence_of(row)], "it's broken") == {task_id}
     assert claim() == []
@@ -350,7 +350,7 @@ def test_purge_deletes_more_than_fits_one_statement(
 def test_a_held_message_is_delivered_once_it_is_due(
     store: MessageStore, queue: str, claim: Claim
 ) -> None:
-    task_id = store.publish(queue, "{}", b"", available_at=in_time(0.5))
+    task_id = store.publish(queue, Outgoing("{}", b"", available_at=in_time(0.5)))
     assert claim() == []
     assert store.promote(queue) == 0
     wait_until(lambda: store.promote(queue), 5)
@@ -361,7 +361,7 @@ def test_a_held_message_is_delivered_once_it_is_due(
 def test_a_message_whose_time_has_passed_is_not_held(
     store: MessageStore, queue: str, claim: Claim
 ) -> None:
-    store.publish(queue, "{}", b"", available_at=in_time(-1))
+    store.publish(queue, Outgoing("{}", b"", available_at=in_time(-1)))
     assert len(claim()) == 1
 
 
@@ -657,7 +657,9 @@ class Life(RuleBasedStateMachine):
     @rule(priority=st.sampled_from([0, 3, 9, 255]), held=st.booleans())
     def publish(self, priority: int, held: bool) -> None:
         when = in_time(3600) if held else None
-        task_id = self.store.publish(self.queue, "{}", b"x", priority=priority, available_at=when)
+        task_id = self.store.publish(
+            self.queue, Outgoing("{}", b"x", priority=priority, available_at=when)
+        )
         assert task_id not in self.rows
         self.rows[task_id] = Row(priority, held)
 

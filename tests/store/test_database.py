@@ -88,7 +88,7 @@ def test_a_row_locked_by_somebody_does_not_hold_an_acknowledgement_for_ever(
     make_broker: MakeBroker, database: str
 ) -> None:
     broker = make_broker(statement_timeout=0.2)
-    broker.store.publish("queue", "{}", b"")
+    broker.store.publish("queue", Outgoing("{}", b""))
     (row,) = broker.store.claim("queue", ([-1], [0], [32767]), 1, "me")
     from kombu_pgnotify.store import Fence
 
@@ -147,7 +147,7 @@ def test_a_session_interrupted_in_its_wait_is_not_used_again(
         patch.setattr(session_module, "wait_ready", interrupt)
         session.run((broker.database.statements["ping"], ()))
     assert session.closed
-    assert broker.store.publish("queue", "{}", b"") >= 1
+    assert broker.store.publish("queue", Outgoing("{}", b"")) >= 1
 
 
 def test_calls_are_one_transaction_and_hints_follow_in_their_own(
@@ -181,7 +181,7 @@ def test_a_restart_of_the_server_is_survived_silently(
     own_server: Server, make_broker: MakeBroker
 ) -> None:
     broker = make_broker(own_server.url())
-    broker.store.publish("queue", "{}", b"")
+    broker.store.publish("queue", Outgoing("{}", b""))
     own_server.restart("fast")
     assert broker.store.size("queue") == 1
     broker.close()
@@ -288,6 +288,7 @@ def test_the_connections_are_named(broker: Broker, sql: Sql) -> None:
 FORKING_PROGRAM = """
 import os, sys, time, warnings
 from kombu_pgnotify import broker as brokers, options, urls
+from kombu_pgnotify.store import Outgoing
 from kombu_pgnotify.keeper import Outcome
 
 warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: on purpose
@@ -302,7 +303,7 @@ class Hearer:
 parent = brokers.for_options(given)
 assert brokers.for_options(given) is parent
 parent.database.acquire()
-parent.store.publish("queue", "{}", b"")
+parent.store.publish("queue", Outgoing("{}", b""))
 rows = parent.store.claim("queue", everything, 1, parent.worker)
 (lease,) = parent.keeper.hold("queue", rows, time.monotonic())
 parent.listener.subscribe(Hearer(), ["pgnotify_x"])
@@ -364,10 +365,11 @@ def test_a_forked_child_leaves_the_parents_connections_and_leases_alone(database
 ENDING_PROGRAM = """
 import sys, time
 from kombu_pgnotify import broker as brokers, options, urls
+from kombu_pgnotify.store import Outgoing
 
 broker = brokers.for_options(options.build(urls.parse(sys.argv[1], options.NAMES), {}))
 broker.database.acquire()
-broker.store.publish("queue", "{}", b"")
+broker.store.publish("queue", Outgoing("{}", b""))
 rows = broker.store.claim("queue", ([-1], [0], [32767]), 1, broker.worker)
 broker.keeper.hold("queue", rows, time.monotonic())
 """

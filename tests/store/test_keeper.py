@@ -21,7 +21,7 @@ from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import DatabaseUnavailable
 from kombu_pgnotify.keeper import Lease, LeaseKeeper, Outcome
-from kombu_pgnotify.store import Claimed, Fence
+from kombu_pgnotify.store import Claimed, Fence, Outgoing
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -30,7 +30,7 @@ Sql = Callable[..., list[tuple[Any, ...]]]
 def hold(broker: Broker, count: int = 1, queue: str = "queue") -> list[Lease]:
     """Publish, claim and hold some messages."""
     for _ in range(count):
-        broker.store.publish(queue, "{}", b"")
+        broker.store.publish(queue, Outgoing("{}", b""))
     started = monotonic()
     rows = broker.store.claim(queue, ([-1], [0], [32767]), count, broker.worker)
     assert len(rows) == count

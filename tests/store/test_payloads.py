@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import StatementFailed
-from kombu_pgnotify.store import Fence, MessageStore
+from kombu_pgnotify.store import Fence, MessageStore, Outgoing
 
 BODIES = {
     "empty": b"",
@@ -41,7 +41,7 @@ def through_the_table(
     store: MessageStore, everything: Ranges, envelope: str, payload: bytes
 ) -> tuple[str, bytes]:
     queue = uuid.uuid4().hex
-    task_id = store.publish(queue, envelope, payload)
+    task_id = store.publish(queue, Outgoing(envelope, payload))
     (row,) = store.claim(queue, everything, 1, "me")
     assert store.acknowledge([Fence(task_id, row.delivery)]) == {task_id}
     return row.envelope, row.payload
@@ -73,7 +73,7 @@ def test_five_megabytes_keep_every_byte(store: MessageStore, everything: Ranges)
 def test_many_large_rows_come_in_one_claim(store: MessageStore, everything: Ranges) -> None:
     bodies = [os.urandom(300_000) for _ in range(20)]
     for body in bodies:
-        store.publish("queue", "{}", body)
+        store.publish("queue", Outgoing("{}", body))
     rows = store.claim("queue", everything, 20, "me")
     same = [row.payload for row in rows] == bodies
     assert same
@@ -104,7 +104,7 @@ def test_a_queue_may_have_any_name(queue: str, store: MessageStore, everything: 
     if len(queue) > 1000:
         # What is random does not compress: an index row has room for 2,700 bytes.
         queue = "x" * 1000
-    task_id = store.publish(queue, "{}", b"")
+    task_id = store.publish(queue, Outgoing("{}", b""))
     assert store.size(queue) == 1
     (row,) = store.claim(queue, everything, 1, "me")
     store.release([Fence(row.task_id, row.delivery)], {queue}, started=False)
@@ -116,20 +116,20 @@ def test_a_queue_name_that_postgres_cannot_keep_is_refused(
     queue: str, store: MessageStore, everything: Ranges
 ) -> None:
     with pytest.raises(StatementFailed):
-        store.publish(queue, "{}", b"")
+        store.publish(queue, Outgoing("{}", b""))
     with pytest.raises(StatementFailed):
         store.claim(queue, everything, 1, "me")
     with pytest.raises(StatementFailed):
         store.size(queue)
     assert store.size(queue.partition("\0")[0].replace("\ud800", "")) == 0
-    assert store.publish("good", "{}", b"") >= 1, "the store still works"
+    assert store.publish("good", Outgoing("{}", b"")) >= 1, "the store still works"
 
 
 def test_a_queue_name_too_long_for_an_index_is_refused_and_not_cut(store: MessageStore) -> None:
     # What is random does not compress.
     queue = os.urandom(10_000).hex()
     with pytest.raises(StatementFailed):
-        store.publish(queue, "{}", b"")
+        store.publish(queue, Outgoing("{}", b""))
     assert store.size(queue) == 0
 
 

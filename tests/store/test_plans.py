@@ -15,7 +15,7 @@ from helpers import wait_until
 from kombu_pgnotify import sql as queries
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
-from kombu_pgnotify.store import Fence
+from kombu_pgnotify.store import Fence, Outgoing
 
 READY, FUTURE, LEASED = 50_000, 50_000, 5_000
 QUEUES = 4
@@ -228,7 +228,7 @@ def test_claims_renewals_and_releases_are_hot_updates(
     """No lease column is in an index, and each page has room for the new versions."""
     store = broker.store
     for _ in range(100):
-        store.publish(queue, "{}", b"x" * 200)
+        store.publish(queue, Outgoing("{}", b"x" * 200))
     everything = ClaimCursor().next_ranges(0)
     fences = []
     for _ in range(10):

@@ -24,7 +24,7 @@ from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.embedded import HOST, free_port
 from kombu_pgnotify.errors import ConfigurationError, DatabaseUnavailable, PgnotifyError
-from kombu_pgnotify.store import Fence, channel_of
+from kombu_pgnotify.store import Fence, Outgoing, channel_of
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -59,7 +59,7 @@ broker = Broker(options.build(urls.parse(sys.argv[1], options.NAMES), {}))
 print("waiting", flush=True)
 sys.stdin.readline()
 broker.database.acquire()
-print(broker.store.publish("queue", "{}", b""))
+print(broker.store.publish("queue", Outgoing("{}", b"")))
 broker.close()
 """
 
@@ -122,7 +122,7 @@ def test_processes_that_create_it_at_once_never_fail(database: str, sql: Sql) ->
 
 
 def test_creating_again_changes_nothing(make_broker: MakeBroker, sql: Sql) -> None:
-    make_broker().store.publish("queue", "{}", b"")
+    make_broker().store.publish("queue", Outgoing("{}", b""))
     before = sql("SELECT oid FROM pg_class ORDER BY 1")
     assert make_broker().store.size("queue") == 1
     assert sql("SELECT oid FROM pg_class ORDER BY 1") == before
@@ -138,9 +138,9 @@ def test_a_schema_that_vanishes_under_way_is_made_anew_at_the_next_connect(
 ) -> None:
     sql("DROP SCHEMA pgnotify CASCADE")
     with pytest.raises(DatabaseUnavailable, match="pgnotify"):
-        broker.store.publish("queue", "{}", b"")
+        broker.store.publish("queue", Outgoing("{}", b""))
     broker.database.acquire()
-    assert broker.store.publish("queue", "{}", b"") == 1
+    assert broker.store.publish("queue", Outgoing("{}", b"")) == 1
 
 
 def test_the_script_for_a_dba_makes_the_same_schema(make_broker: MakeBroker, sql: Sql) -> None:
@@ -156,7 +156,7 @@ def test_the_script_for_a_dba_makes_the_same_schema(make_broker: MakeBroker, sql
     make_broker(schema="by_us")
     assert everything("by_hand") == everything("by_us")
     broker = make_broker(schema="by_hand", create_schema=False)
-    assert broker.store.publish("queue", "{}", b"") == 1
+    assert broker.store.publish("queue", Outgoing("{}", b"")) == 1
 
 
 # -- rights
@@ -169,7 +169,7 @@ def test_a_role_without_ddl_rights_works_once_the_schema_is_there(
     make_broker()
     grant(EVERYBODY + PRODUCER + CONSUMER)
     store = make_broker(role_url).store
-    ids = [store.publish("queue", "{}", b"") for _ in range(4)]
+    ids = [store.publish("queue", Outgoing("{}", b"")) for _ in range(4)]
     rows = store.claim("queue", everything, 4, "me")
     fences = [Fence(row.task_id, row.delivery) for row in rows]
     assert store.renew(fences) == set(ids)
@@ -190,10 +190,10 @@ def test_a_producer_needs_only_the_right_to_insert(
     make_broker()
     grant(EVERYBODY + PRODUCER)
     store = make_broker(role_url).store
-    assert store.publish("queue", "{}", b"", priority=3) == 1
+    assert store.publish("queue", Outgoing("{}", b"", priority=3)) == 1
     with pytest.raises(PgnotifyError, match="tasks"):
         store.claim("queue", everything, 1, "me")
-    assert store.publish("queue", "{}", b"") == 2, "the connection still works"
+    assert store.publish("queue", Outgoing("{}", b"")) == 2, "the connection still works"
 
 
 def test_a_consumer_needs_no_right_to_insert_tasks(
@@ -201,12 +201,12 @@ def test_a_consumer_needs_no_right_to_insert_tasks(
     grant: Callable[[list[str]], None],
 ) -> None:  # fmt: skip
     owner = make_broker()
-    owner.store.publish("queue", "{}", b"")
+    owner.store.publish("queue", Outgoing("{}", b""))
     grant(EVERYBODY + CONSUMER)
     store = make_broker(role_url).store
     assert len(store.claim("queue", everything, 1, "me")) == 1
     with pytest.raises(PgnotifyError, match="tasks"):
-        store.publish("queue", "{}", b"")
+        store.publish("queue", Outgoing("{}", b""))
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYBODY + PRODUCER)))
@@ -218,7 +218,7 @@ def test_each_grant_to_a_producer_is_needed(
     del grants[missing]
     grant(grants)
     with pytest.raises(PgnotifyError):
-        make_broker(role_url).store.publish("queue", "{}", b"")
+        make_broker(role_url).store.publish("queue", Outgoing("{}", b""))
 
 
 def test_a_role_that_may_not_create_is_told_who_may(
@@ -236,7 +236,7 @@ def test_a_role_with_a_schema_of_its_own_needs_no_right_on_the_database(
     make_broker: MakeBroker, role_url: str, role: str, sql: Sql
 ) -> None:
     sql(f"CREATE SCHEMA pgnotify AUTHORIZATION {role}")
-    assert make_broker(role_url).store.publish("queue", "{}", b"") == 1
+    assert make_broker(role_url).store.publish("queue", Outgoing("{}", b"")) == 1
 
 
 @pytest.mark.parametrize("granted", range(len(EVERYBODY)))
@@ -313,7 +313,7 @@ def test_a_schema_may_have_any_name(
         def heard() -> list[str]:
             return [notify.payload for notify in listening.notifies(timeout=5, stop_after=1)]
 
-        store.publish("queue", "{}", b"ours")
+        store.publish("queue", Outgoing("{}", b"ours"))
         assert heard() == ["published"]
         insert = "INSERT INTO {} (task_name, envelope, payload) VALUES ('queue', '{{}}', 'sql')"
         other.execute(pg.SQL(insert).format(tasks))
@@ -360,7 +360,7 @@ def test_a_standby_is_unavailable_until_it_is_promoted(
     assert "name all hosts" in str(error.value)
     own_server.run_sql("SELECT pg_promote()")
     broker = make_broker(own_server.url())
-    assert broker.store.publish("queue", "{}", b"") == 1
+    assert broker.store.publish("queue", Outgoing("{}", b"")) == 1
     broker.close()
 
 
@@ -378,7 +378,7 @@ def test_the_second_host_serves_when_the_first_is_down(
     host, port = server.address
     place = f"{HOST}:{free_port()},{host}:{port}"
     url = server.url(database_name).replace(f"{host}:{port}", place)
-    assert make_broker(url).store.publish("queue", "{}", b"") == 1
+    assert make_broker(url).store.publish("queue", Outgoing("{}", b"")) == 1
 
 
 def test_an_unreachable_server_is_one_sentence_that_names_it(

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
-from kombu_pgnotify.store import Fence, MessageStore, channel_of
+from kombu_pgnotify.store import Fence, MessageStore, Outgoing, channel_of
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 
@@ -85,7 +85,7 @@ def test_a_foreign_release_announces_that_rows_came_back(
     store: MessageStore, everything: Ranges, sql: Sql, ear: Ear
 ) -> None:
     for queue in ("one", "one", "two"):
-        store.publish(queue, "{}", b"")
+        store.publish(queue, Outgoing("{}", b""))
         store.claim(queue, everything, 1, "me")
     ear.heard()
     sql(RELEASE)
@@ -96,7 +96,7 @@ def test_a_foreign_release_announces_that_rows_came_back(
 
 def test_a_foreign_promotion_announces(store: MessageStore, sql: Sql, ear: Ear) -> None:
     later = (datetime.now(timezone.utc) + timedelta(hours=1)).isoformat()
-    store.publish("one", "{}", b"", available_at=later)
+    store.publish("one", Outgoing("{}", b"", available_at=later))
     ear.heard()
     sql("UPDATE pgnotify.tasks SET available_at = NULL")
     assert ear.heard() == [("one", "released")]
@@ -114,7 +114,7 @@ def test_a_foreign_promotion_announces(store: MessageStore, sql: Sql, ear: Ear) 
 def test_other_foreign_changes_announce_nothing(
     change: str, store: MessageStore, everything: Ranges, sql: Sql, ear: Ear
 ) -> None:
-    store.publish("one", "{}", b"")
+    store.publish("one", Outgoing("{}", b""))
     store.claim("one", everything, 1, "me")
     ear.heard()
     sql(f"UPDATE pgnotify.tasks SET {change}")
@@ -134,7 +134,7 @@ def test_a_foreign_writer_needs_no_search_path(database: str, ear: Ear) -> None:
 
 
 def test_a_publish_announces_exactly_once(store: MessageStore, ear: Ear) -> None:
-    store.publish("one", "{}", b"")
+    store.publish("one", Outgoing("{}", b""))
     assert ear.heard() == [("one", "published")]
 
 
@@ -144,7 +144,7 @@ def test_the_row_is_there_when_the_announcement_comes(
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(f'LISTEN "{channel_of("pgnotify", "one")}"'.encode())
         for number in range(20):
-            store.publish("one", "{}", b"")
+            store.publish("one", Outgoing("{}", b""))
             assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
             assert sql("SELECT count(*) FROM pgnotify.tasks") == [(number + 1,)]
 
@@ -155,7 +155,7 @@ def test_an_announcement_that_fails_is_a_warning_since_the_row_is_written(
 ) -> None:  # fmt: skip
     # Longer than NOTIFY takes; a full notification queue fails in the same way.
     monkeypatch.setattr("kombu_pgnotify.store.channel_of", lambda *_: "x" * 64)
-    assert store.publish("one", "{}", b"") == 1
+    assert store.publish("one", Outgoing("{}", b"")) == 1
     assert "announce" in caplog.text
     (row,) = store.claim("one", everything, 1, "me")
     assert store.release([Fence(1, row.delivery)], {"one"}, started=False) == {1}
@@ -163,7 +163,7 @@ def test_an_announcement_that_fails_is_a_warning_since_the_row_is_written(
 
 
 def test_the_silence_ends_with_the_statement(broker: Broker, store: MessageStore, ear: Ear) -> None:
-    store.publish("one", "{}", b"")
+    store.publish("one", Outgoing("{}", b""))
     ear.heard()
     with broker.database.session() as session:
         # The same connection, now used by the application.
@@ -182,7 +182,7 @@ def test_claims_renewals_and_acknowledgements_announce_nothing(
     store: MessageStore, everything: Ranges, ear: Ear
 ) -> None:
     for _ in range(3):
-        store.publish("one", "{}", b"")
+        store.publish("one", Outgoing("{}", b""))
     ear.heard()
     rows = store.claim("one", everything, 2, "me")
     fences = [Fence(row.task_id, row.delivery) for row in rows]
@@ -199,7 +199,7 @@ def test_a_release_announces_each_queue_once(
 ) -> None:
     fences = []
     for queue in ("one", "one", "two"):
-        store.publish(queue, "{}", b"")
+        store.publish(queue, Outgoing("{}", b""))
         (row,) = store.claim(queue, everything, 1, "me")
         fences.append(Fence(row.task_id, row.delivery))
     ear.heard()
@@ -210,7 +210,7 @@ def test_a_release_announces_each_queue_once(
 def test_a_promotion_announces_that_rows_came_back(store: MessageStore, sql: Sql, ear: Ear) -> None:
     later = (datetime.now(timezone.utc) + timedelta(hours=1)).isoformat()
     for _ in range(3):
-        store.publish("one", "{}", b"", available_at=later)
+        store.publish("one", Outgoing("{}", b"", available_at=later))
     ear.heard()
     assert store.promote("one") == 0
     assert ear.heard() == []
@@ -225,11 +225,11 @@ def test_without_notify_the_transport_announces_nothing(
     make_broker: Callable[..., Broker], everything: Ranges, sql: Sql, ear: Ear
 ) -> None:
     store = make_broker(notify=False).store
-    store.publish("one", "{}", b"")
+    store.publish("one", Outgoing("{}", b""))
     (row,) = store.claim("one", everything, 1, "me")
     store.release([Fence(row.task_id, row.delivery)], {"one"}, started=False)
     later = (datetime.now(timezone.utc) + timedelta(hours=1)).isoformat()
-    store.publish("two", "{}", b"", available_at=later)
+    store.publish("two", Outgoing("{}", b"", available_at=later))
     sql("UPDATE pgnotify.tasks SET available_at = now() WHERE available_at IS NOT NULL")
     assert store.promote("two") == 1
     assert ear.heard() == []
@@ -248,7 +248,7 @@ def test_a_publish_has_the_durability_that_was_asked_for(
         " INSERT INTO seen VALUES (current_setting('synchronous_commit')); RETURN NULL; END $$"
     )
     sql("CREATE TRIGGER see AFTER INSERT ON pgnotify.tasks FOR EACH ROW EXECUTE FUNCTION see()")
-    store.publish("one", "{}", b"")
+    store.publish("one", Outgoing("{}", b""))
     assert sql("SELECT setting FROM seen") == [(durability,)]
 
 
@@ -288,7 +288,7 @@ def test_a_queue_with_a_very_long_name_is_announced_by_both(
 ) -> None:
     queue = "x" * 10_000
     ear = Ear(database, queue)
-    store.publish(queue, "{}", b"")
+    store.publish(queue, Outgoing("{}", b""))
     assert ear.heard() == [(queue, "published")]
     sql(INSERT, queue)
     assert ear.heard() == [(queue, "published")]
@@ -305,7 +305,7 @@ def test_in_a_database_that_is_not_utf8_the_channel_is_the_same(
     try:
         broker = make_broker(server.url(name))
         ear = Ear(server.url(name), "größe")
-        broker.store.publish("größe", "{}", b"\xff")
+        broker.store.publish("größe", Outgoing("{}", b"\xff"))
         assert ear.heard() == [("größe", "published")]
         server.run_sql(INSERT, name, ("größe",))
         assert ear.heard() == [("größe", "published")]

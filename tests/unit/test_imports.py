@@ -21,12 +21,13 @@ MODULES = {
 
 #: From bottom to top: a module imports only from rows above its own.
 FLOORS = [
-    {"sql", "errors", "waker", "claims", "urls", "embedded"},
+    {"sql", "errors", "waker", "claims", "urls", "notices", "embedded"},
     {"options", "session"},
     {"schema"},
     {"database"},
     {"store", "listener"},
-    {"keeper"},
+    {"keeper", "topology"},
+    {"live", "housekeeper"},
     {"broker"},
 ]
 LOWER = set().union(*FLOORS)
@@ -151,7 +152,9 @@ def test_modules_and_functions_stay_small(name: str) -> None:
 
 # -- SQL
 
-QUERIES = (PACKAGE / "sql" / "queries.sql").read_text(encoding="utf-8")
+QUERIES = "\n".join(
+    path.read_text(encoding="utf-8") for path in sorted((PACKAGE / "sql").glob("*.sql"))
+)
 NAMES = re.findall(r"^-- name: (\w+)$", QUERIES, re.MULTILINE)
 
 
@@ -170,7 +173,7 @@ def used_names() -> set[str]:
             elif (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr == "_settle"
+                and node.func.attr in ("_settle", "_settling", "_run")
                 and isinstance(node.args[0], ast.Constant)
             ):
                 found.add(str(node.args[0].value))

@@ -96,6 +96,11 @@ WRONG_NUMBERS: list[Any] = [-1, "x", "", math.nan, math.inf, "nan", True, [], {}
 WRONG: dict[str, list[Any]] = {
     "schema": ["", 3, "a\0b", "x" * 64, "ü" * 32, "pg_mine", "a$kombu_pgnotify$b", b"bytes"],
     "create_schema": ["perhaps", "", 2, []],
+    "queue_order_strategy": ["", "random", 1],
+    "queue_name_prefix": [3, "a\0b", b"bytes"],
+    "priority_order": ["", "asc", True],
+    "expired_tasks": ["", "keep", False],
+    "disable_prefetch": ["perhaps", 5],
     "visibility_timeout": [0, *WRONG_NUMBERS],
     "polling_interval": [0, *WRONG_NUMBERS],
     "notify": ["perhaps", 5],

@@ -1,0 +1,1 @@
+"""What is Celery's alone.  Importing it imports nothing of Celery."""

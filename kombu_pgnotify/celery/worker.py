@@ -1,0 +1,39 @@
+"""Inside a Celery worker: what Celery itself does only for brokers that it knows by name."""
+
+from __future__ import annotations
+
+import sys
+
+#: Worker steps that keep a list of the brokers they trust with fanout (class attributes,
+#: celery/worker/consumer/mingle.py and gossip.py).
+_STEPS = (
+    ("celery.worker.consumer.mingle", "Mingle"),
+    ("celery.worker.consumer.gossip", "Gossip"),
+)
+
+
+def introduce(driver_type: str) -> None:
+    """Put our name on the lists of the worker steps that are loaded.
+
+    Cheap, and safe to repeat: a worker asks every Transport it makes for its name just
+    before it looks into the lists.
+    """
+    for module_name, step_name in _STEPS:
+        step = getattr(sys.modules.get(module_name), step_name, None)
+        compatible = getattr(step, "compatible_transports", None)
+        if isinstance(compatible, set):
+            compatible.add(driver_type)
+
+
+def free_slots(prefetch_count: int) -> int | None:
+    """Return how many of this worker's processes have nothing to do; None: this is no worker.
+
+    The worker's prefetch count is its concurrency times ``worker_prefetch_multiplier``.
+    """
+    state = sys.modules.get("celery.worker.state")
+    if state is None or not prefetch_count:
+        return None
+    from celery import current_app
+
+    multiplier = current_app.conf.worker_prefetch_multiplier or 1
+    return max(1, prefetch_count // multiplier) - len(state.reserved_requests)

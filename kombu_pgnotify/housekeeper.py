@@ -1,0 +1,246 @@
+"""Housekeeper: keeps queues that are in use, and clears away what nobody uses any more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import threading
+from collections import Counter
+from time import monotonic
+from typing import TypeAlias
+
+from .errors import PgnotifyError
+from .store import MessageStore
+from .topology import Queue, Topology
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two rounds; shorter where a queue in use lasts less than three of them.
+ROUND = 3.0
+
+#: Seconds between two sweeps by whoever comes first.
+SWEEP_EVERY = 5.0
+
+#: Seconds that a big message for live queues is kept for its readers.
+BROADCAST_LASTS = 60.0
+
+#: Rounds without anything in use after which the thread ends.
+IDLE_ROUNDS = 3
+
+#: Declarations remembered, the latest: for those that are consumed from.
+REMEMBERED = 10_000
+
+#: Queues cleared away in one sweep.
+_QUEUES_AT_A_TIME = 100
+
+#: Seconds between two warnings that the database is away.
+_WARN_EVERY = 30.0
+
+#: What has to be done next: a queue was used, or is used by one less.
+_Order: TypeAlias = tuple[str, str]
+_USED, _LEFT = "used", "left"
+
+
+class Declaration:
+    """What this process knows of a queue it has declared: enough to declare it again."""
+
+    __slots__ = ("bindings", "name", "queue")
+
+    def __init__(self, queue: Queue, name: str) -> None:
+        self.queue = queue
+        #: Names the declaration, see :meth:`Topology.abandon`.
+        self.name = name
+        self.bindings: set[tuple[str, str]] = set()
+
+
+class Housekeeper:
+    """Looks after the queues of one process and broker, and takes its turn in sweeping for all.
+
+    A daemon thread, since consumers' loops may be blocked for hours: it puts off the expiry of
+    queues in use and declares them anew if they have been lost.  It starts with the first
+    consumer and ends by itself after the last one.
+
+    Arguments:
+        topology, store: what to keep in order.
+        worker: names this process.
+    """
+
+    def __init__(self, topology: Topology, store: MessageStore, worker: str) -> None:
+        self._topology = topology
+        self._store = store
+        self._worker = worker
+        self._pid = os.getpid()
+        self._declarations: dict[str, Declaration] = {}
+        self._count = 0
+        self._in_use: Counter[str] = Counter()
+        # SimpleQueue.put is safe in signal handlers, where consumers are cancelled.
+        self._inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._round = ROUND
+        self._sweep_at = monotonic() + SWEEP_EVERY * random.random()
+        self._warned_at = float("-inf")
+        self._closing = False
+
+    # -- what channels tell
+
+    def declare(self, declared: Queue) -> None:
+        """Declare a queue, and remember how if it may go by itself."""
+        with self._lock:
+            self._count += 1
+            name = f"{self._worker}:{self._count}"
+        declaration = Declaration(declared, name)
+        self._topology.declare_queue(declared, name)
+        if declared.passing:
+            known = self._declarations.get(declared.name)
+            if known is not None and known.queue == declared:
+                declaration.bindings = known.bindings
+            self._declarations[declared.name] = declaration
+            while len(self._declarations) > REMEMBERED:
+                self._declarations.pop(next(iter(self._declarations)), None)
+
+    def bound(self, queue_name: str, exchange: str, routing_key: str) -> None:
+        """Remember a binding."""
+        declaration = self._declarations.get(queue_name)
+        if declaration is not None:
+            declaration.bindings.add((exchange, routing_key))
+
+    def unbound(self, queue_name: str, exchange: str, routing_key: str) -> None:
+        """Forget a binding."""
+        declaration = self._declarations.get(queue_name)
+        if declaration is not None:
+            declaration.bindings.discard((exchange, routing_key))
+
+    def deleted(self, queue_name: str) -> None:
+        """Forget a queue that was deleted on purpose."""
+        self._declarations.pop(queue_name, None)
+
+    def use(self, queue_name: str) -> None:
+        """One more consumer uses a queue."""
+        with self._lock:
+            self._in_use[queue_name] += 1
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="pgnotify-housekeeper", daemon=True
+                )
+                self._thread.start()
+
+    def left(self, queue_name: str) -> None:
+        """One consumer less uses a queue; takes no lock and does no I/O."""
+        if os.getpid() == self._pid:
+            self._inbox.put((_LEFT, queue_name))
+
+    def used(self, queue_name: str) -> None:
+        """A queue was looked at: that puts its expiry off once."""
+        self._inbox.put((_USED, queue_name))
+
+    def close(self, timeout: float) -> None:
+        """Leave all queues and wait up to `timeout` seconds for the thread to end."""
+        self._closing = True
+        self._inbox.put(None)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        idle = 0
+        round_at = monotonic()
+        while True:
+            try:
+                self._take_orders(round_at)
+                if monotonic() >= round_at:
+                    round_at = monotonic() + self._round
+                    self._do_round()
+                    idle = 0 if self._in_use else idle + 1
+            except PgnotifyError as exc:
+                self._warn(exc)
+            except Exception:
+                # The control queues of the whole process depend on this thread.
+                logger.exception("housekeeper.failed")
+            if (self._closing or idle > IDLE_ROUNDS) and self._end():
+                return
+
+    def _end(self) -> bool:
+        """Let go of the thread unless something came up meanwhile."""
+        with self._lock:
+            if not self._closing and (self._in_use or not self._inbox.empty()):
+                return False
+            self._thread = None
+            return True
+
+    def _take_orders(self, until: float) -> None:
+        """Carry out what consumers tell us, until `until` (monotonic) or the end."""
+        used: set[str] = set()
+        while not self._closing or not self._inbox.empty():
+            try:
+                order = self._inbox.get(timeout=max(0.0, until - monotonic()))
+            except queue.Empty:
+                break
+            if order is None:
+                continue
+            what, name = order
+            if what == _USED:
+                used.add(name)
+            else:
+                self._leave(name)
+        if used:
+            self._topology.touch(sorted(used))
+
+    def _leave(self, name: str) -> None:
+        with self._lock:
+            self._in_use[name] -= 1
+            last = self._in_use[name] <= 0
+            if last:
+                del self._in_use[name]
+        declaration = self._declarations.get(name)
+        if not last or declaration is None:
+            return
+        queue_ = declaration.queue
+        if queue_.exclusive and queue_.auto_delete:
+            self._declarations.pop(name, None)
+            self._topology.abandon(name, declaration.name)
+
+    def _do_round(self) -> None:
+        with self._lock:
+            names = sorted(self._in_use)
+        if names:
+            lasting = self._topology.touch(names)
+            self._round = min([ROUND, *(seconds / 3 for seconds in lasting.values())])
+            for name in names:
+                declaration = self._declarations.get(name)
+                if declaration is not None and name not in lasting:
+                    self._declare_again(declaration)
+        if monotonic() >= self._sweep_at:
+            self._sweep_at = monotonic() + SWEEP_EVERY * random.uniform(1, 1.5)
+            if self._topology.claim_chore(SWEEP_EVERY):
+                self.sweep()
+
+    def _declare_again(self, declaration: Declaration) -> None:
+        """The queue has expired while we could not reach the server, or somebody deleted it."""
+        name = declaration.queue.name
+        logger.warning("queue.lost queue=%r it is declared again", name)
+        self._topology.declare_queue(declaration.queue, declaration.name)
+        for exchange, routing_key in sorted(declaration.bindings):
+            self._topology.bind(name, exchange, routing_key)
+        # It is not live any more, and its consumer must learn that.
+        self._topology.announce_bound(name)
+
+    def sweep(self) -> None:
+        """Clear away expired queues and messages."""
+        for name in self._topology.expired_queues(_QUEUES_AT_A_TIME):
+            logger.info("queue.expired queue=%r", name)
+            self._store.purge(name)
+            self._topology.sweep_queue(name)
+        while self._store.sweep_messages():
+            pass
+        self._topology.sweep_broadcasts(BROADCAST_LASTS)
+
+    def _warn(self, exc: PgnotifyError) -> None:
+        now = monotonic()
+        if now - self._warned_at >= _WARN_EVERY:
+            self._warned_at = now
+            logger.warning("housekeeper.unavailable: %s", exc)

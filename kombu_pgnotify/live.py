@@ -1,0 +1,144 @@
+"""Live queues: what exchanges tell a consumer directly, without a row.
+
+Control commands and events are for consumers that are there now.  Such a consumer's own
+queue (exclusive, auto-delete, not durable) goes live once LISTEN on its exchanges is in
+force: from then on exchanges notify it and write no rows.  In this order, so that nothing
+is missed: LISTEN, then going live, then taking the rows from before.  A publisher that
+looked before it was live has written a row, and says so in its notice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from enum import Enum
+from time import monotonic
+from typing import NamedTuple
+
+from .notices import Garbage, Notice, parse
+from .store import Claimed, MessageStore, exchange_channel_of
+from .topology import Topology
+
+logger = logging.getLogger(__name__)
+
+#: Messages that wait in memory for a consumer that is busy; the oldest go first.
+MAILBOX = 10_000
+
+
+class State(Enum):
+    """How far a queue has come."""
+
+    #: Nothing is known yet, or its bindings have changed.
+    NEW = "new"
+    #: Its exchanges' channels are asked for.
+    LISTENING = "listening"
+    LIVE = "live"
+    #: It is none that may go live.
+    ROWS = "rows"
+
+
+class _Waiting(NamedTuple):
+    notice: Notice
+    until: float  # monotonic
+
+
+class LiveQueue:
+    """One queue's way to hear its exchanges directly.
+
+    Used by the consuming thread; :meth:`in_force` and :meth:`hear` by the listener's too.
+
+    Arguments:
+        queue: its name.
+        schema: names the channels.
+    """
+
+    def __init__(self, queue: str, schema: str) -> None:
+        self.queue = queue
+        self.state = State.NEW
+        #: The channels to LISTEN on, besides the queue's own.
+        self.channels: frozenset[str] = frozenset()
+        self._schema = schema
+        self._bindings = 0
+        self._keys: dict[str, set[str]] = {}
+        self._message_ttl = float("inf")
+        self._in_force: set[str] = set()
+        self._heard: deque[tuple[str, str, float]] = deque(maxlen=MAILBOX)
+        self._waiting: deque[_Waiting] = deque(maxlen=MAILBOX)
+
+    # -- called by the listener's thread
+
+    def in_force(self, channels: frozenset[str]) -> None:
+        """LISTEN on `channels` is in force."""
+        self._in_force.update(channels & self.channels)
+
+    def hear(self, channel: str, payload: str) -> None:
+        """Something was told on one of our channels."""
+        self._heard.append((channel, payload, monotonic()))
+
+    # -- called by the consuming thread
+
+    def learn(self, topology: Topology) -> bool:
+        """Find out what to listen to; True if :attr:`channels` has changed."""
+        bindings = topology.bindings_of(self.queue)
+        # A direct exchange tells one queue at a time: a row costs no more.
+        if not any(binding.exchange_type != "direct" for binding in bindings):
+            self.state = State.ROWS
+            return False
+        before = self.channels
+        self._bindings, self._keys = len(bindings), {}
+        for binding in bindings:
+            channel = exchange_channel_of(self._schema, binding.exchange)
+            self._keys.setdefault(channel, set()).add(binding.routing_key)
+            if binding.message_ttl is not None:
+                self._message_ttl = binding.message_ttl
+        self.channels = frozenset(self._keys)
+        self._in_force &= self.channels
+        self.state = State.LISTENING
+        return self.channels != before
+
+    def ready(self) -> bool:
+        """True if every LISTEN that going live depends on is in force."""
+        return self.state is State.LISTENING and self._in_force >= self.channels
+
+    def go_live(self, topology: Topology) -> None:
+        """Have the exchanges tell us directly from now on."""
+        live = topology.go_live(self.queue, self._bindings)
+        # Else it was bound or deleted meanwhile: learn anew, at the next announcement.
+        self.state = State.LIVE if live else State.NEW
+
+    def forget(self) -> None:
+        """The bindings have changed: the queue gets rows until it is live again."""
+        self.state = State.NEW
+
+    def next(self, store: MessageStore) -> Claimed | None:
+        """Return the next message that was told to us, if any."""
+        self._sort()
+        while self._waiting:
+            notice, until = self._waiting.popleft()
+            if monotonic() >= until:
+                continue
+            message = notice.message or store.broadcast(notice.broadcast_id)
+            if message is not None:
+                return Claimed(0, 0, 1, 0, *message)
+            logger.warning("broadcast.gone queue=%r id=%d", self.queue, notice.broadcast_id)
+        return None
+
+    @property
+    def has_mail(self) -> bool:
+        """True if :meth:`next` may return something."""
+        return bool(self._waiting or self._heard)
+
+    def _sort(self) -> None:
+        """Keep of what was heard what is for this queue."""
+        while self._heard:
+            channel, payload, heard_at = self._heard.popleft()
+            try:
+                notice = parse(payload)
+            except Garbage as exc:
+                logger.warning("notice.garbage queue=%r: %s", self.queue, exc)
+                continue
+            ours = self._keys.get(channel, set())
+            if ours.isdisjoint(notice.keys) or self.queue in notice.excepted:
+                continue
+            ttl = self._message_ttl if notice.ttl is None else min(self._message_ttl, notice.ttl)
+            self._waiting.append(_Waiting(notice, heard_at + ttl))
