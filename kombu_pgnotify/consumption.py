@@ -13,6 +13,7 @@ from typing import Protocol
 from .broker import Broker
 from .claims import ClaimCursor, Outlook
 from .errors import StatementFailed
+from .housekeeper import Declaration
 from .keeper import Lease, Outcome
 from .live import LiveQueue, State
 from .qos import discarded
@@ -42,7 +43,7 @@ class Credit(Protocol):
 class Consumer:
     """One ``basic_consume``: where messages of a queue go."""
 
-    __slots__ = ("active", "credit", "deliver", "no_ack", "queue")
+    __slots__ = ("active", "credit", "declaration", "deliver", "no_ack", "queue")
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Consumer:
         self.credit = credit
         self.deliver = deliver
         self.active = True
+        self.declaration: Declaration | None = None
 
 
 class _Watch:
@@ -115,7 +117,7 @@ class Consumption:
             self._listen()
         if consumer.no_ack and self._broker.options.notify:
             self._live.setdefault(queue, LiveQueue(queue, self._broker.options.schema))
-        self._broker.housekeeper.use(queue)
+        consumer.declaration = self._broker.housekeeper.use(queue)
         self._watches[queue].look_at = 0.0
         self._wake()
 
@@ -125,7 +127,7 @@ class Consumption:
             return
         consumer.active = False
         queue = consumer.queue
-        self._broker.housekeeper.left(queue)
+        self._broker.housekeeper.left(queue, consumer.declaration)
         left = [other for other in self._consumers.get(queue, ()) if other is not consumer]
         if left:
             self._consumers[queue] = left

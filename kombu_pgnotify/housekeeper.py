@@ -9,7 +9,7 @@ import random
 import threading
 from collections import Counter
 from time import monotonic
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from .errors import PgnotifyError
 from .store import MessageStore
@@ -38,10 +38,6 @@ _QUEUES_AT_A_TIME = 100
 #: Seconds between two warnings that the database is away.
 _WARN_EVERY = 30.0
 
-#: What has to be done next: a queue was used, or is used by one less.
-_Order: TypeAlias = tuple[str, str]
-_USED, _LEFT = "used", "left"
-
 
 class Declaration:
     """What this process knows of a queue it has declared: enough to declare it again."""
@@ -53,6 +49,11 @@ class Declaration:
         #: Names the declaration, see :meth:`Topology.abandon`.
         self.name = name
         self.bindings: set[tuple[str, str]] = set()
+
+
+#: What happened to a queue: it was looked at, or has one consumer less, who came upon that
+#: declaration of it.
+_Event: TypeAlias = tuple[str, Literal["used", "left"], Declaration | None]
 
 
 class Housekeeper:
@@ -76,7 +77,7 @@ class Housekeeper:
         self._count = 0
         self._in_use: Counter[str] = Counter()
         # SimpleQueue.put is safe in signal handlers, where consumers are cancelled.
-        self._inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._round = ROUND
@@ -117,24 +118,23 @@ class Housekeeper:
         """Forget a queue that was deleted on purpose."""
         self._declarations.pop(queue_name, None)
 
-    def use(self, queue_name: str) -> None:
-        """One more consumer uses a queue."""
+    def use(self, queue_name: str) -> Declaration | None:
+        """One more consumer uses a queue; return the declaration it goes by, for :meth:`left`."""
         with self._lock:
             self._in_use[queue_name] += 1
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="pgnotify-housekeeper", daemon=True
-                )
-                self._thread.start()
+        self._start()
+        return self._declarations.get(queue_name)
 
-    def left(self, queue_name: str) -> None:
+    def left(self, queue_name: str, declaration: Declaration | None) -> None:
         """One consumer less uses a queue; takes no lock and does no I/O."""
         if os.getpid() == self._pid:
-            self._inbox.put((_LEFT, queue_name))
+            self._inbox.put((queue_name, "left", declaration))
 
     def used(self, queue_name: str) -> None:
         """A queue was looked at: that puts its expiry off once."""
-        self._inbox.put((_USED, queue_name))
+        if queue_name in self._declarations:
+            self._inbox.put((queue_name, "used", None))
+            self._start()
 
     def close(self, timeout: float) -> None:
         """Leave all queues and wait up to `timeout` seconds for the thread to end."""
@@ -146,12 +146,20 @@ class Housekeeper:
 
     # -- the thread
 
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="pgnotify-housekeeper", daemon=True
+                )
+                self._thread.start()
+
     def _run(self) -> None:
         idle = 0
         round_at = monotonic()
         while True:
             try:
-                self._take_orders(round_at)
+                self._take_in(round_at)
                 if monotonic() >= round_at:
                     round_at = monotonic() + self._round
                     self._do_round()
@@ -172,36 +180,37 @@ class Housekeeper:
             self._thread = None
             return True
 
-    def _take_orders(self, until: float) -> None:
-        """Carry out what consumers tell us, until `until` (monotonic) or the end."""
+    def _take_in(self, until: float) -> None:
+        """Do what follows from what consumers tell us, until `until` (monotonic) or the end."""
         used: set[str] = set()
         while not self._closing or not self._inbox.empty():
             try:
-                order = self._inbox.get(timeout=max(0.0, until - monotonic()))
+                event = self._inbox.get(timeout=max(0.0, until - monotonic()))
             except queue.Empty:
                 break
-            if order is None:
+            if event is None:
                 continue
-            what, name = order
-            if what == _USED:
+            name, what, declaration = event
+            if what == "used":
                 used.add(name)
             else:
-                self._leave(name)
+                self._leave(name, declaration)
         if used:
             self._topology.touch(sorted(used))
 
-    def _leave(self, name: str) -> None:
+    def _leave(self, name: str, declaration: Declaration | None) -> None:
         with self._lock:
             self._in_use[name] -= 1
-            last = self._in_use[name] <= 0
-            if last:
-                del self._in_use[name]
-        declaration = self._declarations.get(name)
-        if not last or declaration is None:
-            return
-        queue_ = declaration.queue
-        if queue_.exclusive and queue_.auto_delete:
-            self._declarations.pop(name, None)
+            if self._in_use[name] > 0:
+                return
+            del self._in_use[name]
+        if (
+            declaration is not None
+            and declaration.queue.exclusive
+            and declaration.queue.auto_delete
+        ):
+            if self._declarations.get(name) is declaration:
+                self._declarations.pop(name, None)
             self._topology.abandon(name, declaration.name)
 
     def _do_round(self) -> None:

@@ -124,11 +124,15 @@ class MessageStore:
         self._lowest_first = "true" if self._options.priority_order == "redis" else "false"
 
     def publish(self, queue: str, message: Outgoing) -> int:
-        """Write one message, commit it, then announce it; return its id."""
-        row = self._row(message)
-        call = (self._statements["publish"], (queue, *row))
+        """Write one message, commit it, then announce it; return its id.
+
+        A message that is not persistent goes nowhere (0) if nobody has declared the queue.
+        """
+        params = (queue, *self._row(message), message.persistent)
+        call = (self._statements["publish"], params)
         hints = self._announcements([queue], PUBLISHED)
-        task_id, max_length = self._database.run(call, hints=hints)[0][0]
+        rows = self._database.run(call, hints=hints)[0]
+        task_id, max_length = rows[0] if rows else (0, None)
         if max_length is not None:
             self._trim([queue])
         return int(task_id)
@@ -265,6 +269,7 @@ class MessageStore:
             self._durability(any(row.persistent for row in rows)),
             [row.envelope for row in rows],
             [row.payload for row in rows],
+            [row.persistent for row in rows],
         )
         return self._statements["publish_many"], columns
 

@@ -26,6 +26,8 @@ SELECT coalesce(max(version), 0) FROM {schema}.migrations;
 -- name: publish
 -- Writes one message ($3: not before this time, $4: not after so many seconds, $5: the lowest
 -- priority first, $6: synchronous_commit) and returns its id and its queue's x-max-length.
+-- Unless $9 (persistent) it goes nowhere if nobody has declared the queue, as AMQP has it: a reply
+-- to somebody who has gone.
 INSERT INTO {schema}.tasks (task_name, priority, available_at, expires_at, envelope, payload)
 SELECT $1, CASE WHEN $5::boolean THEN 255 - $2::smallint
                 ELSE least($2::smallint, coalesce(q.max_priority, 255)) END,
@@ -36,11 +38,12 @@ SELECT $1, CASE WHEN $5::boolean THEN 255 - $2::smallint
 FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true),
              set_config('synchronous_commit', $6, true)) AS settings
 LEFT JOIN {schema}.queues AS q ON q.queue_name = $1
+WHERE $9::boolean OR q.queue_name IS NOT NULL
 RETURNING task_id, (SELECT max_length FROM {schema}.queues WHERE queue_name = $1);
 
 -- name: publish_many
 -- Writes messages for the default exchange, in order: parallel arrays of publish's $1, $2, $3, $4,
--- $7 and $8; $5 and $6 hold for all.  Returns the queues that have an x-max-length.
+-- $7, $8 and $9; $5 and $6 hold for all.  Returns the queues that have an x-max-length.
 WITH written AS (
     INSERT INTO {schema}.tasks (task_name, priority, available_at, expires_at, envelope, payload)
     SELECT m.queue, CASE WHEN $5::boolean THEN 255 - m.priority
@@ -52,9 +55,10 @@ WITH written AS (
     FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true),
                  set_config('synchronous_commit', $6, true)) AS settings
     CROSS JOIN unnest($1::text[], $2::smallint[], $3::timestamptz[], $4::float8[], $7::text[],
-                      $8::bytea[]) WITH ORDINALITY
-        AS m (queue, priority, due, ttl, envelope, payload, place)
+                      $8::bytea[], $9::boolean[]) WITH ORDINALITY
+        AS m (queue, priority, due, ttl, envelope, payload, persistent, place)
     LEFT JOIN {schema}.queues AS q ON q.queue_name = m.queue
+    WHERE m.persistent OR q.queue_name IS NOT NULL
     ORDER BY m.place
     RETURNING task_name
 )

@@ -123,8 +123,14 @@ RETURNING 1;
 UPDATE {schema}.queues
 SET expires_at = now() + make_interval(
         secs => least(expires, CASE WHEN auto_delete THEN $2::float8 END))
-WHERE queue_name = ANY ($1::text[]) AND (expires IS NOT NULL OR auto_delete)
-  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+WHERE queue_name = ANY (ARRAY(
+    SELECT queue_name
+    FROM (SELECT set_config('synchronous_commit', 'off', true)) AS settings
+    CROSS JOIN {schema}.queues
+    WHERE queue_name = ANY ($1::text[]) AND (expires IS NOT NULL OR auto_delete)
+    -- In one order, so that two who use the same queues never wait for each other.
+    ORDER BY queue_name
+    FOR NO KEY UPDATE OF queues))
 RETURNING queue_name, least(expires, CASE WHEN auto_delete THEN $2::float8 END);
 
 -- name: abandon

@@ -10,12 +10,12 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import psutil
 import pytest
 from fix_cluster import Cluster
 from fix_worker import CeleryWorker
@@ -27,10 +27,13 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SCREENSHOT_VARIABLE = "FLOWER_SCREENSHOT"
 VIEWPORT = {"width": 1280, "height": 800}
+# Long names are cut for the eye; then the link's title has them whole.
+CELLS = """rows => rows.map(row => [...row.cells].map(
+    cell => cell.querySelector("a[title]")?.title || cell.innerText.trim()))"""
 WAIT = 30_000  # milliseconds, for what a page does by itself
 CHILDREN = 2  # of the worker's pool
-SUCCEEDED = 17  # tasks in the list and its picture
-FAILED = 3
+LISTED = 20  # tasks, in the list and its picture
+FAILS_EVERY = 6  # one in so many
 
 
 class Flower:
@@ -52,14 +55,16 @@ class Flower:
         return {row[0]: row[1] for row in rows if len(row) > 1}
 
     def tasks(self) -> dict[str, str]:
-        """Return the ids and states on the first page of the task list."""
+        """Return the ids and states of the tasks listed, up to thirty."""
         self.open("/tasks")
+        self.page.select_option("#tasks-table_length select", "30")
         rows = self._rows("#tasks-table")
         return {row[1]: row[2] for row in rows if len(row) > 1}
 
     def open_worker(self, name: str) -> None:
-        """Go to a worker's page."""
-        assert self.open(f"/worker/{quote(name)}").ok
+        """Go to a worker's page, which is there once the worker has answered."""
+        path = f"/worker/{quote(name)}"
+        wait_until(lambda: self.open(path).ok, message=lambda: self.page.inner_text("body"))
 
     def wait_state(self, task_id: str, state: str) -> None:
         """Wait until the task's page, loaded again and again, shows the state."""
@@ -88,7 +93,7 @@ class Flower:
         """Return the cells of a table that a script fills; it has one cell if there is nothing."""
         rows = self.page.locator(f"{table} tbody tr:has(td)")
         rows.first.wait_for(timeout=WAIT)
-        return rows.evaluate_all("rows => rows.map(r => [...r.cells].map(c => c.innerText.trim()))")
+        return rows.evaluate_all(CELLS)
 
 
 @pytest.fixture(scope="session")
@@ -140,40 +145,87 @@ def _start_flower(cluster: Cluster, folder: Path) -> CeleryWorker:
     return CeleryWorker("flower", command, env, folder / "flower.log")
 
 
-def test_workers_page(flower: Flower, worker: CeleryWorker) -> None:
-    """The worker is listed; its own page shows what only inspect commands tell."""
+def test_worker_page(flower: Flower, worker: CeleryWorker) -> None:
+    """A worker's page shows what only the answers to inspect commands tell."""
     flower.open_worker(worker.name)
     assert flower.page.inner_text("#workername") == worker.name
-    pool = flower.page.inner_text("#tab-pool")
-    assert str(worker.pid) in pool
-    flower.page.click("#worker-tab-queues")
-    assert "celery" in flower.page.inner_text("#worker-queues")
+    assert str(worker.pid) in flower.page.inner_text("#tab-pool")
 
+    def queues() -> str:
+        flower.open_worker(worker.name)
+        return flower.page.text_content("#worker-queues")
 
-def test_a_worker_s_page_keeps_the_password(flower: Flower, worker: CeleryWorker) -> None:
-    """The broker's address is shown, and nobody gets in with it."""
-    flower.open_worker(worker.name)
-    flower.page.click("#worker-tab-broker")
-    assert "pgnotify" in flower.page.inner_text("#tab-broker")
+    wait_until(lambda: "celery" in queues(), message=lambda: f"queues: {queues()}")
 
 
 def test_task_list(cluster: Cluster, flower: Flower) -> None:
     """Tasks are listed with the states they end in."""
-    tasks = cluster.tasks
-    made = [tasks.record.delay(f"good {n}").id for n in range(SUCCEEDED)]
-    made += [tasks.fail.delay(f"bad {n}").id for n in range(FAILED)]
-    for task_id in made[SUCCEEDED:]:
-        flower.wait_state(task_id, "FAILURE")
-    wait_until(lambda: _shown(flower) == {"SUCCESS": SUCCEEDED, "FAILURE": FAILED})
-    listed = flower.tasks()
-    assert set(listed) <= set(made)
-    assert len(listed) == 15  # the rest is on the second page
+    expected = {}
+    for n in range(LISTED):
+        fails = n % FAILS_EVERY == FAILS_EVERY - 1
+        task = cluster.tasks.fail if fails else cluster.tasks.record
+        expected[task.delay(f"task {n}").id] = "FAILURE" if fails else "SUCCESS"
+    wait_until(lambda: flower.tasks() == expected, message=lambda: f"listed: {flower.tasks()}")
     if path := os.environ.get(SCREENSHOT_VARIABLE):
         flower.screenshot(path)
 
 
-def _shown(flower: Flower) -> Counter[str]:
-    """Count the states in the list, with all tasks on one page."""
-    flower.open("/tasks")
-    flower.page.select_option("#tasks-table_length select", "30")
-    return Counter(row[2] for row in flower._rows("#tasks-table") if len(row) > 2)
+def test_task_page(cluster: Cluster, flower: Flower, worker: CeleryWorker) -> None:
+    """A task's page shows its arguments, its result and who ran it, or why it failed."""
+    good, bad = cluster.tasks.with_result.delay("good"), cluster.tasks.fail.delay("bad")
+    flower.wait_state(good.id, "SUCCESS")
+    details = flower.page.inner_text(".detail-list")
+    assert "tests.celery.app.with_result" in details
+    assert "('good',)" in details
+    assert "'good'" in details.replace("('good',)", "")
+    assert worker.name in details
+    flower.wait_state(bad.id, "FAILURE")
+    assert "ValueError: bad" in flower.page.inner_text(".detail-list")
+
+
+def test_revoke(cluster: Cluster, flower: Flower, worker: CeleryWorker) -> None:
+    """A task that waits in the worker is revoked by a button, and never runs."""
+    for n in range(CHILDREN):
+        cluster.tasks.wait_for_gate.delay(f"busy {n}", "gate")
+    unlucky = cluster.tasks.record.delay("unlucky")
+    flower.wait_state(unlucky.id, "RECEIVED")
+    flower.click("#task-revoke", f"Revoked '{unlucky.id}'")
+    worker.wait_log(f"Tasks flagged as revoked: {unlucky.id}")
+    cluster.open_gate("gate")
+    flower.wait_state(unlucky.id, "REVOKED")
+    cluster.wait_happened("done", {f"busy {n}" for n in range(CHILDREN)})
+    assert "unlucky" not in cluster.happened()
+
+
+def test_terminate(cluster: Cluster, flower: Flower) -> None:
+    """A task that runs is ended by a button, and is not run again."""
+    endless = cluster.tasks.wait_for_gate.delay("endless", "never opened")
+    flower.wait_state(endless.id, "STARTED")
+    flower.click("#task-terminate", f"Revoked '{endless.id}'")
+    flower.wait_state(endless.id, "REVOKED")
+    cluster.wait_queued(0, 0)
+    assert cluster.happened() == {"endless": 1}
+
+
+def test_grow_the_pool(flower: Flower, worker: CeleryWorker) -> None:
+    """The worker gets one more child."""
+    flower.open_worker(worker.name)
+    flower.click("#worker-pool-grow", f"Growing '{worker.name}' worker's pool by 1")
+    children = psutil.Process(worker.pid).children
+    wait_until(lambda: len(children()) == CHILDREN + 1, message=lambda: f"children: {children()}")
+
+
+def test_shut_down(flower: Flower, worker: CeleryWorker) -> None:
+    """The worker ends in good order, and Flower hears that it has."""
+    flower.open_worker(worker.name)
+    flower.page.click("#worker-group")
+    flower.click("#worker-shutdown", "Shutting down!")
+    assert worker.wait() == 0
+    wait_until(lambda: flower.workers()[worker.name] == "Offline")
+
+
+def test_the_broker_page_is_not_for_us(flower: Flower) -> None:
+    """Flower asks brokers for queue lengths by itself, and knows AMQP and Redis only."""
+    response = flower.open("/broker")
+    assert response.status == 404
+    assert "'pgnotify' broker is not supported" in flower.page.inner_text("body")

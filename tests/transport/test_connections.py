@@ -364,7 +364,7 @@ FORK = """
     for message in got:
         message.ack()
     assert connection.default_channel.queue_declare("q", passive=True).message_count == 0
-    print(connection.default_channel.queue_declare("q2", passive=True).message_count)
+    print(connection.default_channel.queue_declare("q2").message_count)
     connection.close()
 """
 
