@@ -38,7 +38,7 @@ class Broker:
         self.worker = f"{socket.gethostname()}:{self.pid}:{uuid.uuid4().hex[:8]}"
         self.database = Database(options)
         self.store = MessageStore(self.database)
-        self.keeper = LeaseKeeper(self.store, options.visibility_timeout)
+        self.keeper = LeaseKeeper(self.store, self.worker, options.visibility_timeout)
         self.listener = Listener(self.database)
         self.topology = Topology(self.database)
         self.housekeeper = Housekeeper(self.topology, self.store, self.worker)

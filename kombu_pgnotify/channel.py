@@ -116,16 +116,18 @@ class Channel(RoutingChannel):
         broker.store.promote(name)
         everything = ClaimCursor().next_ranges(0)
         while True:
+            leases: list[Lease] = []
             if no_ack:
                 rows = broker.store.take(name, everything, 1)
-                leases: list[Lease | None] = [None]
             else:
-                started = monotonic()
-                rows = broker.store.claim(name, everything, 1, broker.worker)
-                leases = [*broker.keeper.hold(name, rows, started)]
+                rows, leases = broker.keeper.claim(
+                    name,
+                    lambda run: broker.store.claim(name, everything, 1, broker.worker, run),
+                    monotonic(),
+                )
             if not rows:
                 raise Empty
-            row, lease = rows[0], leases[0]
+            row, lease = rows[0], leases[0] if leases else None
             if not discarded(broker.keeper, row, lease, broker.options.max_attempts):
                 return row, lease
 

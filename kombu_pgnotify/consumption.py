@@ -211,8 +211,15 @@ class Consumption:
                 watch.look_at = 0.0
 
     def _deliver_live(self) -> bool:
-        """Hand over one message that an exchange has told us; True if there was one."""
+        """Hand over one message that an exchange has told us; True if there was one.
+
+        Rows of the same queue come first: they were published before.
+        """
+        waiting = {consumer.queue for consumer, _, _ in list(self._buffer)}
         for queue, live in list(self._live.items()):
+            watch = self._watches.get(queue)
+            if watch is None or watch.look_at <= monotonic() or queue in waiting:
+                continue
             if live.has_mail and (taker := self._taker(queue)) is not None:
                 row = live.next(self._broker.store)
                 if row is not None:
@@ -349,14 +356,16 @@ class Consumption:
         self, watch: _Watch, taker: Consumer, limit: int
     ) -> list[tuple[Consumer, Claimed, Lease | None]]:
         broker, started = self._broker, monotonic()
-        ranges, run = watch.cursor.next_ranges(started), broker.keeper.run_with_acks
-        leases: list[Lease | None]
+        ranges, store = watch.cursor.next_ranges(started), broker.store
+        leases: list[Lease] = []
         if taker.no_ack:
-            rows = broker.store.take(watch.queue, ranges, limit, run)
-            leases = [None] * len(rows)
+            rows = store.take(watch.queue, ranges, limit, broker.keeper.run_with_acks)
         else:
-            rows = broker.store.claim(watch.queue, ranges, limit, broker.worker, run)
-            leases = [*broker.keeper.hold(watch.queue, rows, started)]
+            rows, leases = broker.keeper.claim(
+                watch.queue,
+                lambda run: store.claim(watch.queue, ranges, limit, broker.worker, run),
+                started,
+            )
         now = monotonic()
         outlook = watch.cursor.claimed([(r.rank, r.task_id) for r in rows], limit, started, now)
         if outlook is Outlook.MORE:
@@ -369,7 +378,7 @@ class Consumption:
             watch.seen_empty = True
         return [
             (taker, row, lease)
-            for row, lease in zip(rows, leases, strict=True)
+            for row, lease in itertools.zip_longest(rows, leases)
             if not discarded(broker.keeper, row, lease, broker.options.max_attempts)
         ]
 

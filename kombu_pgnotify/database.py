@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import Any
 
 import psycopg
@@ -27,6 +28,10 @@ OVERFLOW = 10
 
 #: Seconds to wait for one of them.
 POOL_PATIENCE = 10.0
+
+#: Seconds that a server is away at the least when it restarts: one that answered so recently
+#: has not.
+RESTART_TAKES = 0.02
 
 #: Seconds that the server's own statement_timeout is given before we stop waiting for
 #: its answer, so that the server's clearer error wins where there is one …
@@ -91,6 +96,8 @@ class Database:
         self._verified = False
         self._reached = False
         self._served = False
+        self._losses = 0
+        self._answered_at = 0.0  # monotonic
         self._pool = self._new_pool()
 
     def acquire(self) -> None:
@@ -123,7 +130,20 @@ class Database:
         with self.session() as session:
             rows = session.run(*calls, hints=hints)
         self._served = True
+        self._answered_at = monotonic()
         return rows
+
+    def losses(self) -> int:
+        """Return how many connections were lost so far, one that was just found lost included.
+
+        Raises:
+            DatabaseUnavailable: none can be opened now.
+        """
+        if monotonic() - self._answered_at > RESTART_TAKES:
+            with self.session():
+                # Lending one looks whether it is still there.
+                pass
+        return self._losses
 
     @contextlib.contextmanager
     def session(self) -> Iterator[Session]:
@@ -138,8 +158,11 @@ class Database:
             try:
                 yield session
             finally:
-                if session.closed or self._users <= 0:
-                    # Lost, or nobody is left who would close it later.
+                if session.closed:
+                    self._losses += 1
+                    fairy.invalidate()
+                elif self._users <= 0:
+                    # Nobody is left who would close it later.
                     fairy.invalidate()
                 fairy.close()
 
@@ -166,8 +189,14 @@ class Database:
             # A session is in autocommit: there is nothing to roll back.
             reset_on_return=None,
         )
-        event.listen(pool, "checkout", _refuse_stale)
+        event.listen(pool, "checkout", self._refuse_stale)
         return pool
+
+    def _refuse_stale(self, session: Session, record: Any, proxy: Any) -> None:
+        """Pool hook: a session the server has closed meanwhile is replaced, not lent."""
+        if session.looks_stale():
+            self._losses += 1
+            raise sqlalchemy_errors.DisconnectionError
 
     def _connect(self) -> Session:
         options = self.options
@@ -266,12 +295,6 @@ class Database:
 def _refused(state: str, reason: str) -> bool:
     """True where trying again cannot help: a wrong password, role, database, certificate …"""
     return state in _REFUSED_CODES or (not state and any(sign in reason for sign in _REFUSALS))
-
-
-def _refuse_stale(session: Session, record: Any, proxy: Any) -> None:
-    """Pool hook: a session the server has closed meanwhile is replaced, not lent."""
-    if session.looks_stale():
-        raise sqlalchemy_errors.DisconnectionError
 
 
 def _first_line(exc: psycopg.Error) -> str:

@@ -7,14 +7,15 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from time import monotonic
 from typing import NamedTuple
 
+from .aftermath import Aftermath
 from .errors import PgnotifyError
 from .session import Call, Rows
-from .store import Claimed, Fence, MessageStore
+from .store import Claimed, Fence, MessageStore, Run
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +86,14 @@ class LeaseKeeper:
 
     Arguments:
         store: where the messages are.
+        worker: the holder of this process's leases.
         visibility_timeout: seconds a lease lasts.
     """
 
-    def __init__(self, store: MessageStore, visibility_timeout: float) -> None:
+    def __init__(self, store: MessageStore, worker: str, visibility_timeout: float) -> None:
         self._store = store
+        self._worker = worker
+        self._aftermath = Aftermath(store, worker)
         self._visibility_timeout = visibility_timeout
         self._renew_after = visibility_timeout * RENEW_AFTER
         self._round = min(ROUND, visibility_timeout / 6)
@@ -104,6 +108,27 @@ class LeaseKeeper:
         self._flush_lock = threading.RLock()
         self._flushing: int | None = None
         self._warned_at = float("-inf")
+
+    def claim(
+        self, queue_name: str, claim: Callable[[Run], list[Claimed]], asked_at: float
+    ) -> tuple[list[Claimed], list[Lease]]:
+        """Carry out a claim, with the acknowledgements noted so far, and hold what it gets.
+
+        Arguments:
+            claim: given what runs its statement, returns the rows.
+            asked_at: monotonic time.
+
+        Raises:
+            PgnotifyError: what was leased all the same is released when the server is back.
+        """
+        with self._flush_lock:
+            # Under the lock, so that what is leased and what is known never differ for others.
+            try:
+                rows = claim(self.run_with_acks)
+            except BaseException:
+                self._aftermath.claim_failed(queue_name)
+                raise
+            return rows, self.hold(queue_name, rows, asked_at)
 
     def hold(self, queue_name: str, rows: Iterable[Claimed], leased_at: float) -> list[Lease]:
         """Take responsibility for rows just claimed (asked for at monotonic `leased_at`)."""
@@ -161,6 +186,8 @@ class LeaseKeeper:
         with self._flush_lock:
             self._flushing = me
             try:
+                if self._outbox or self._aftermath.pending:
+                    self._aftermath.clear_up(self._known)
                 while self._outbox:
                     self._settle_batch()
             finally:
@@ -176,9 +203,12 @@ class LeaseKeeper:
         with self._flush_lock:
             before, self._flushing = self._flushing, threading.get_ident()
             try:
+                self._aftermath.clear_up(self._known)
                 while self._outbox and self._outbox[0].outcome is Outcome.ACKNOWLEDGED:
                     items.append(self._outbox.popleft())
-                settled, rows = self._store.run_with_acks([i.lease.fence for i in items], call)
+                fences = [item.lease.fence for item in items]
+                settled, rows = self._store.run_with_acks(fences, self._worker, call)
+                self._aftermath.acknowledged(fences)
             except BaseException:
                 self._outbox.extendleft(reversed(items))
                 raise
@@ -209,6 +239,12 @@ class LeaseKeeper:
             self.settle(lease, Outcome.RELEASED)
         self.flush()
 
+    def _known(self) -> set[int]:
+        """Return the ids of all that this process holds."""
+        # In this order: what is settled meanwhile moves from the first to the second.
+        known = {fence.task_id for fence in list(self._leases)}
+        return known | {item.lease.fence.task_id for item in list(self._outbox)}
+
     def _settle_batch(self) -> None:
         batch: list[_Settlement] = []
         while self._outbox and len(batch) < _CHUNK:
@@ -234,14 +270,15 @@ class LeaseKeeper:
         fences = [item.lease.fence for item in items]
         queues = {item.lease.queue for item in items}
         if outcome is Outcome.ACKNOWLEDGED:
-            settled = self._store.acknowledge(fences)
+            settled = self._store.acknowledge(fences, self._worker)
+            self._aftermath.acknowledged(fences)
         elif outcome is Outcome.DEAD_LETTERED:
-            settled = self._store.dead_letter(fences, reason)
+            settled = self._store.dead_letter(fences, reason, self._worker)
         elif outcome is Outcome.EXPIRED:
-            settled = self._store.expire(fences)
+            settled = self._store.expire(fences, self._worker)
         else:
             started = outcome is Outcome.REQUEUED
-            settled = self._store.release(fences, queues, started=started)
+            settled = self._store.release(fences, queues, self._worker, started=started)
         self._check(items, settled)
 
     @staticmethod
@@ -263,6 +300,8 @@ class LeaseKeeper:
             try:
                 self._listen_inside()
                 self._renew_due(monotonic())
+                if self._aftermath.pending:
+                    self.flush()
                 if self._outbox and monotonic() - self._outbox[0].since >= self._round / 2:
                     self.flush()
             except PgnotifyError as exc:
@@ -311,7 +350,7 @@ class LeaseKeeper:
         for start in range(0, len(due), _CHUNK):
             chunk = due[start : start + _CHUNK]
             asked_at = monotonic()
-            renewed = self._store.renew([lease.fence for lease in chunk])
+            renewed = self._store.renew([lease.fence for lease in chunk], self._worker)
             for lease in chunk:
                 if lease.fence.task_id in renewed:
                     lease.renewed_at = asked_at

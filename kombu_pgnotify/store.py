@@ -32,6 +32,9 @@ EXPIRED = "expired"
 #: Rows promoted or purged by one statement, so that each stays short.
 _CHUNK = 1000
 
+#: Messages at the head of a queue among which leases are looked for.
+_HEAD = 10_000
+
 #: Where an exact count ends: nobody can tell more apart, and counting takes time.
 _COUNT_ALL = 2**62
 
@@ -121,7 +124,7 @@ class MessageStore:
         self._database = database
         self._options = database.options
         self._statements = database.statements
-        self._lowest_first = "true" if self._options.priority_order == "redis" else "false"
+        self._lowest_first = self._options.priority_order == "redis"
 
     def publish(self, queue: str, message: Outgoing) -> int:
         """Write one message, commit it, then announce it; return its id.
@@ -195,36 +198,62 @@ class MessageStore:
         """Remove and return up to `limit` messages, for consumers that do not acknowledge."""
         return self._fetch((self._statements["take"], (queue, *ranges, limit)), run)
 
-    def run_with_acks(self, fences: Sequence[Fence], call: Call) -> tuple[set[int], Rows]:
+    def run_with_acks(
+        self, fences: Sequence[Fence], holder: str | None, call: Call
+    ) -> tuple[set[int], Rows]:
         """Acknowledge `fences` and run `call`, in one transaction; return what both returned."""
         if not fences:
             return set(), self._database.run(call)[0]
-        acked, rows = self._database.run(self._settling("acknowledge", fences), call)
+        acked, rows = self._database.run(self._settling("acknowledge", fences, holder), call)
         return {row[0] for row in acked}, rows
 
-    def acknowledge(self, fences: Sequence[Fence]) -> set[int]:
+    # In all that follows `holder` is the worker that the lease must be of, as a part of the
+    # fence; None: whoever's.
+
+    def acknowledge(self, fences: Sequence[Fence], holder: str | None = None) -> set[int]:
         """Delete messages; return the ids of those whose fence still held."""
-        return self._settle("acknowledge", fences)
+        return self._settle("acknowledge", fences, holder)
 
-    def renew(self, fences: Sequence[Fence]) -> set[int]:
+    def renew(self, fences: Sequence[Fence], holder: str | None = None) -> set[int]:
         """Extend leases; return the ids of those whose fence still held."""
-        return self._settle("renew", fences, self._options.visibility_timeout)
+        return self._settle("renew", fences, holder, self._options.visibility_timeout)
 
-    def release(self, fences: Sequence[Fence], queues: set[str], *, started: bool) -> set[int]:
+    def release(
+        self, fences: Sequence[Fence], queues: set[str], holder: str | None = None, *, started: bool
+    ) -> set[int]:
         """Give leases back and announce `queues`; return the ids that were still ours.
 
         Arguments:
             started: the messages were in a consumer's hands, so the attempt counts.
         """
-        return self._settle("release", fences, 0 if started else 1, announce=queues)
+        attempts = 0 if started else 1
+        return self._settle("release", fences, holder, attempts, announce=queues)
 
-    def dead_letter(self, fences: Sequence[Fence], reason: str) -> set[int]:
+    def dead_letter(
+        self, fences: Sequence[Fence], reason: str, holder: str | None = None
+    ) -> set[int]:
         """Take messages out of circulation, keeping them with `reason`."""
-        return self._bury(self._settling("bury", fences, reason, "true"))
+        return self._bury(self._settling("bury", fences, holder, reason, True))
 
-    def expire(self, fences: Sequence[Fence]) -> set[int]:
+    def expire(self, fences: Sequence[Fence], holder: str | None = None) -> set[int]:
         """Take messages out of circulation that have outlived their time."""
-        return self._bury(self._settling("bury", fences, EXPIRED, "false"))
+        return self._bury(self._settling("bury", fences, holder, EXPIRED, False))
+
+    def acknowledge_again(self, fences: Sequence[Fence], worker: str) -> set[int]:
+        """Acknowledge what the server may have forgotten; return the ids that it had."""
+        return self._settle("acknowledge_again", fences, worker) if fences else set()
+
+    def disown(self, queue: str, worker: str, known: Sequence[int]) -> int:
+        """Release what `worker` has leased without knowing; return how many."""
+        params = (queue, worker, list(known), _HEAD)
+        released = int(self._database.run((self._statements["disown"], params))[0][0][0])
+        if released:
+            self._announce([queue], RELEASED)
+        return released
+
+    def losses(self) -> int:
+        """Return how many connections of this process were lost so far."""
+        return self._database.losses()
 
     def sweep_messages(self) -> int:
         """Take some messages out of circulation that have outlived their time; return how many."""

@@ -127,7 +127,7 @@ class Topology:
         Winning and not refusing: a row left by somebody's old version must not keep the
         workers of today from starting.
         """
-        replaced = self._run("declare_exchange", name, exchange_type, _flag(durable))
+        replaced = self._run("declare_exchange", name, exchange_type, durable)
         if replaced:
             logger.warning(
                 "exchange.redeclared exchange=%r type=%s was %s",
@@ -147,7 +147,7 @@ class Topology:
 
     def delete_exchange(self, name: str, *, if_unused: bool = False) -> None:
         """Delete an exchange and its bindings, but none of the queues."""
-        self._run("delete_exchange", name, _flag(if_unused))
+        self._run("delete_exchange", name, if_unused)
 
     def declare_queue(self, queue: Queue, declared_by: str) -> None:
         """Declare a queue; a declaration that says otherwise than the last one wins.
@@ -157,7 +157,9 @@ class Topology:
         """
         columns = (
             queue.name,
-            *map(_flag, (queue.durable, queue.exclusive, queue.auto_delete)),
+            queue.durable,
+            queue.exclusive,
+            queue.auto_delete,
             queue.arguments,
             queue.message_ttl,
             queue.expires,
@@ -257,10 +259,6 @@ def topic_pattern(routing_key: str) -> str:
 def _literal(word: str) -> str:
     """Escape what is neither letter nor digit (a backslash before those means something)."""
     return "".join(c if c.isalnum() or ord(c) > 127 else "\\" + c for c in word)
-
-
-def _flag(value: object) -> str:
-    return "true" if value else "false"
 
 
 def _number(

@@ -192,13 +192,14 @@ RETURNING task_id, least(deliveries, 2147483646) + 1, least(attempts, 2147483646
               'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END;
 
 -- name: acknowledge
--- Deletes the messages $1 whose delivery $2 is still the latest, locking in id order
--- so that two workers never wait for each other.
+-- Deletes the messages $1 whose delivery $2 (to worker $3, if given) is still the latest, locking in
+-- id order so that two workers never wait for each other.
 WITH held AS MATERIALIZED (
     SELECT t.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true)) AS settings
     CROSS JOIN unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
+    WHERE $3::text IS NULL OR t.lease_worker_id = $3
     ORDER BY t.task_id
     FOR UPDATE OF t
 )
@@ -206,42 +207,83 @@ DELETE FROM {schema}.tasks
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
 RETURNING task_id;
 
+-- name: acknowledge_again
+-- Deletes the messages $1 once more that worker $3 has acknowledged (deliveries $2): a crash of the
+-- server may have undone that, or the claim too.  Not those that somebody else has got meanwhile.
+WITH undone AS MATERIALIZED (
+    SELECT t.task_id
+    FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
+    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries <= settled.delivery
+    WHERE t.lease_worker_id IS NULL OR t.lease_worker_id = $3
+    ORDER BY t.task_id
+    FOR UPDATE OF t
+)
+DELETE FROM {schema}.tasks
+WHERE task_id = ANY (ARRAY(SELECT task_id FROM undone))
+RETURNING task_id;
+
+-- name: disown
+-- Releases what worker $2 has leased from queue $1 besides the messages $3, and counts it: a
+-- claim whose answer never came.  Looks at the first $4 of the queue: leases are at its head.
+WITH unknown AS MATERIALIZED (
+    SELECT task_id
+    FROM {schema}.tasks
+    WHERE lease_worker_id = $2 AND task_id <> ALL ($3::bigint[])
+      AND task_id = ANY (ARRAY(
+          SELECT task_id
+          FROM {schema}.tasks
+          WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+          ORDER BY rank, task_id
+          LIMIT $4::int))
+    ORDER BY task_id
+    FOR UPDATE SKIP LOCKED
+), released AS (
+    UPDATE {schema}.tasks
+    SET lease_worker_id = NULL, lease_expiration = NULL, attempts = greatest(attempts - 1, 0)
+    WHERE task_id = ANY (ARRAY(SELECT task_id FROM unknown))
+      AND set_config('kombu_pgnotify.quiet', 'on', true) IS NOT NULL
+    RETURNING task_id
+)
+SELECT count(*) FROM released;
+
 -- name: renew
--- Extends the leases $1 (deliveries $2) by $3 seconds from now, as long as nobody else got them.
+-- Extends the leases $1 (deliveries $2, of worker $3, if given) by $4 seconds from now, as long as
+-- nobody else got them.
 WITH held AS MATERIALIZED (
     SELECT t.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true)) AS settings
     CROSS JOIN unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-    WHERE t.lease_expiration IS NOT NULL
+    WHERE t.lease_expiration IS NOT NULL AND ($3::text IS NULL OR t.lease_worker_id = $3)
     ORDER BY t.task_id
     FOR UPDATE OF t
 )
 UPDATE {schema}.tasks
-SET lease_expiration = now() + make_interval(secs => $3::float8)
+SET lease_expiration = now() + make_interval(secs => $4::float8)
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
 RETURNING task_id;
 
 -- name: release
--- Clears the leases $1 (deliveries $2) and takes $3 attempts back (1: never started, 0: it was).
+-- Clears the leases $1 (deliveries $2, of worker $3, if given) and takes $4 attempts back (1: never
+-- started, 0: it was).
 WITH held AS MATERIALIZED (
     SELECT t.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true),
                  set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
     CROSS JOIN unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-    WHERE t.lease_expiration IS NOT NULL
+    WHERE t.lease_expiration IS NOT NULL AND ($3::text IS NULL OR t.lease_worker_id = $3)
     ORDER BY t.task_id
     FOR UPDATE OF t
 )
 UPDATE {schema}.tasks
-SET lease_worker_id = NULL, lease_expiration = NULL, attempts = greatest(attempts - $3::int, 0)
+SET lease_worker_id = NULL, lease_expiration = NULL, attempts = greatest(attempts - $4::int, 0)
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
 RETURNING task_id;
 
 -- name: bury
--- Takes the messages $1 (deliveries $2) out of circulation for the reason $3, and keeps them in
--- dead_letters if $4 says so and their queue has no dead letter exchange.  Returns the ids
+-- Takes the messages $1 (deliveries $2, to worker $3, if given) out of circulation for the reason
+-- $4, and keeps them in dead_letters if $5 says so and their queue has no dead letter exchange.  Returns the ids
 -- of those whose fence held, and the queues that got something.
 SELECT buried, moved_to
 FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
@@ -249,9 +291,10 @@ CROSS JOIN LATERAL {schema}.bury(ARRAY(
     SELECT t.task_id
     FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
+    WHERE $3::text IS NULL OR t.lease_worker_id = $3
     ORDER BY t.task_id
     FOR UPDATE OF t
-), $3, $4::boolean);
+), $4, $5::boolean);
 
 -- name: trim
 -- Takes what queue $1 has beyond its x-max-length from its head, for the reason maxlen.

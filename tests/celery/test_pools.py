@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fix_cluster import POOLS, Cluster
+from helpers import wait_until
 
 TASKS = 500
 
@@ -78,8 +79,10 @@ def test_tasks_sent_by_tasks_use_the_childs_own_connections(cluster: Cluster) ->
     labels |= {f"parent-{n}-{m}" for n in range(10) for m in range(3)}
     cluster.wait_happened("done", labels)
     cluster.wait_queued(0, 0)
-    # Forty children later the parent still has the connections it started with.
-    assert _backends_of(cluster, worker.pid) == before
+    # Forty children later the parent still has the LISTEN connection it started with.  (The other
+    # may be another one: of two that were in use at the same moment one is closed.)
+    wait_until(lambda: len(_backends_of(cluster, worker.pid)) <= 2)
+    assert set(_backends_of(cluster, worker.pid)) & set(before)
     assert "lease." not in worker.log()
     assert set(cluster.happened().values()) == {1}
 

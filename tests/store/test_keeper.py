@@ -56,7 +56,7 @@ def test_a_lease_is_renewed_for_as_long_as_it_is_held(make_broker: MakeBroker, s
 
 def test_a_short_task_is_never_renewed(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[Any] = []
-    monkeypatch.setattr(broker.store, "renew", lambda fences: renewed.append(fences) or set())
+    monkeypatch.setattr(broker.store, "renew", lambda fences, _: renewed.append(fences) or set())
     (lease,) = hold(broker)
     broker.keeper._renew_due(monotonic() + 60 * keeper_module.RENEW_AFTER - 1)
     assert renewed == []
@@ -182,7 +182,10 @@ class SlowStore:
         self.go_on = threading.Event()
         self.failures = 0
 
-    def acknowledge(self, fences: Sequence[Fence]) -> set[int]:
+    def losses(self) -> int:
+        return 0
+
+    def acknowledge(self, fences: Sequence[Fence], holder: str) -> set[int]:
         self.started.set()
         assert self.go_on.wait(20)
         if self.failures:
@@ -191,7 +194,7 @@ class SlowStore:
         self.batches.append([fence.task_id for fence in fences])
         return {fence.task_id for fence in fences}
 
-    def renew(self, fences: Sequence[Fence]) -> set[int]:
+    def renew(self, fences: Sequence[Fence], holder: str) -> set[int]:
         return {fence.task_id for fence in fences}
 
 
@@ -202,7 +205,7 @@ def slow() -> SlowStore:
 
 @pytest.fixture
 def keeper(slow: SlowStore, monkeypatch: pytest.MonkeyPatch) -> Any:
-    keeper = LeaseKeeper(slow, 0.12)  # type: ignore[arg-type]
+    keeper = LeaseKeeper(slow, "me", 0.12)  # type: ignore[arg-type]
     yield keeper
     monkeypatch.setattr(keeper_module, "IDLE_ROUNDS", 0)
     slow.go_on.set()
@@ -248,12 +251,12 @@ def test_a_flush_inside_a_flush_leaves_the_work_to_the_outer_one(
     first, second = leases_of(keeper, 2)
     acknowledge = slow.acknowledge
 
-    def interrupted(fences: Sequence[Fence]) -> set[int]:
+    def interrupted(fences: Sequence[Fence], holder: str) -> set[int]:
         # As a signal handler does, in the thread that is flushing.
         if not slow.batches:
             keeper.settle(second, Outcome.ACKNOWLEDGED)
             keeper.flush()
-        return acknowledge(fences)
+        return acknowledge(fences, holder)
 
     slow.acknowledge = interrupted  # type: ignore[method-assign]
     slow.go_on.set()
@@ -313,7 +316,7 @@ def test_the_thread_outlives_an_error_that_is_not_ours(
     slow.go_on.set()
     calls: list[int] = []
 
-    def renew(fences: Sequence[Fence]) -> set[int]:
+    def renew(fences: Sequence[Fence], holder: str) -> set[int]:
         calls.append(1)
         if len(calls) == 1:
             raise OSError("something unforeseen")
@@ -351,7 +354,7 @@ def test_a_thousand_leases_are_settled_and_renewed(
         "INSERT INTO pgnotify.tasks (task_name, envelope, payload)"
         " SELECT 'queue', '{}', '' FROM generate_series(1, 2300)"
     )
-    rows = broker.store.claim("queue", everything, 2300, "me")
+    rows = broker.store.claim("queue", everything, 2300, broker.worker)
     leases = broker.keeper.hold("queue", rows, monotonic())
     broker.keeper._renew_due(monotonic() + 1000)
     assert broker.keeper.held == 2300

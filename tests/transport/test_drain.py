@@ -1198,6 +1198,8 @@ def test_headers_and_properties_arrive_as_they_were_sent(
 ) -> None:
     headers = {"nul": "a\0b", "lone": "\ud800", "😀": [1, None, {"x": 1.5}], "bytes": b"\0\xff"}
     headers["when"] = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    # What is not persistent goes nowhere if nobody has declared the queue.
+    connection.default_channel.queue_declare(queue)
     send(
         "x",
         headers=headers,

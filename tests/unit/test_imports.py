@@ -26,8 +26,8 @@ FLOORS = [
     {"schema"},
     {"database"},
     {"store", "listener"},
-    {"keeper", "topology"},
-    {"live", "housekeeper"},
+    {"aftermath", "topology"},
+    {"keeper", "live", "housekeeper"},
     {"broker"},
 ]
 LOWER = set().union(*FLOORS)

@@ -1,0 +1,76 @@
+"""Aftermath: what a lost connection leaves in doubt, cleared up once the server is back.
+
+Two things can be wrong then.  A claim may have been carried out although its answer never
+came: those messages are ours, and nobody here knows.  And acknowledgements do not wait for
+the disk (synchronous_commit is off for them), so a server that has crashed may have
+forgotten the last of them: it would have those messages delivered again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+
+from .store import Fence, MessageStore
+
+logger = logging.getLogger(__name__)
+
+#: Seconds of acknowledgements that are remembered, counted back from the latest: PostgreSQL
+#: writes what has not waited for the disk within three times wal_writer_delay (0.6 s).
+REMEMBERED = 1.5
+
+
+class Aftermath:
+    """What is in doubt for one process and broker; used under the keeper's lock.
+
+    Arguments:
+        store: where the messages are.
+        worker: the holder of this process's leases.
+    """
+
+    def __init__(self, store: MessageStore, worker: str) -> None:
+        self._store = store
+        self._worker = worker
+        self._acknowledged: deque[tuple[float, Sequence[Fence]]] = deque()
+        self._claimed_from: set[str] = set()
+        self._losses = 0
+
+    def acknowledged(self, fences: Sequence[Fence]) -> None:
+        """Remember for a moment what was acknowledged."""
+        if not fences:
+            return
+        now = monotonic()
+        self._acknowledged.append((now, fences))
+        while self._acknowledged[0][0] < now - REMEMBERED:
+            self._acknowledged.popleft()
+
+    def claim_failed(self, queue: str) -> None:
+        """The answer to a claim never came."""
+        self._claimed_from.add(queue)
+
+    @property
+    def pending(self) -> bool:
+        """True if a claim was not answered."""
+        return bool(self._claimed_from)
+
+    def clear_up(self, known: Callable[[], Iterable[int]]) -> None:
+        """Acknowledge again, and release what we hold without knowing.
+
+        Arguments:
+            known: returns the ids of the messages that this process knows to hold.
+
+        Raises:
+            PgnotifyError: the server is still away; it stays in doubt.
+        """
+        losses = self._store.losses()
+        if self._losses != losses:
+            fences = [fence for _, some in self._acknowledged for fence in some]
+            if again := self._store.acknowledge_again(fences, self._worker):
+                logger.warning("ack.repeated the server had forgotten count=%d", len(again))
+            self._losses = losses
+        for queue in sorted(self._claimed_from):
+            if released := self._store.disown(queue, self._worker, sorted(known())):
+                logger.warning("claim.unanswered queue=%r released=%d", queue, released)
+            self._claimed_from.discard(queue)

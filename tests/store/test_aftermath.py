@@ -1,0 +1,155 @@
+"""What a lost connection leaves in doubt is cleared up: unanswered claims, forgotten acks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+import psycopg
+import pytest
+from fix_postgres import Server
+from fix_proxy import Proxy
+from helpers import wait_until
+
+from kombu_pgnotify.broker import Broker
+from kombu_pgnotify.claims import ClaimCursor
+from kombu_pgnotify.errors import DatabaseUnavailable
+from kombu_pgnotify.keeper import Lease, Outcome
+from kombu_pgnotify.store import Claimed, Outgoing
+
+MakeBroker = Callable[..., Broker]
+
+QUEUE = "queue"
+EVERYTHING = ClaimCursor().next_ranges(0)
+
+#: Until the server is told to, or says that it has ended, it writes nothing of its own accord.
+NEVER_BY_ITSELF = "ALTER SYSTEM SET wal_writer_delay = '10s'"
+
+LEASED = "SELECT count(*) FROM pgnotify.tasks WHERE lease_worker_id IS NOT NULL"
+LEFT = "SELECT count(*) FROM pgnotify.tasks"
+WAITING = (
+    "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    " AND datname = current_database() AND application_name LIKE 'kombu_pgnotify%'"
+)
+
+
+def publish(broker: Broker, count: int) -> None:
+    for n in range(count):
+        broker.store.publish(QUEUE, Outgoing("{}", b"%d" % n))
+
+
+def claim(broker: Broker, limit: int = 10) -> tuple[list[Claimed], list[Lease]]:
+    return broker.keeper.claim(
+        QUEUE,
+        lambda run: broker.store.claim(QUEUE, EVERYTHING, limit, broker.worker, run),
+        monotonic(),
+    )
+
+
+def again(action: Callable[[], Any]) -> Any:
+    """Do it, as often as the server is still away."""
+
+    def once() -> Any:
+        try:
+            return (action(),)
+        except DatabaseUnavailable:
+            return None
+
+    return wait_until(once)[0]
+
+
+def lose_the_answer(broker: Broker, proxy: Proxy, server: Server, name: str) -> None:
+    """Have a claim carried out whose answer never comes: it waits while the connection goes."""
+    with psycopg.connect(server.url(name)) as holder:
+        holder.execute("LOCK TABLE pgnotify.tasks IN EXCLUSIVE MODE")
+        failures: list[Exception] = []
+
+        def attempt() -> None:
+            try:
+                claim(broker, 3)
+            except DatabaseUnavailable as exc:
+                failures.append(exc)
+
+        claimer = threading.Thread(target=attempt)
+        claimer.start()
+        wait_until(lambda: server.run_sql(WAITING, name) == [(1,)])
+        proxy.cut()
+        claimer.join(20)
+        assert len(failures) == 1
+
+
+def test_an_unanswered_claim_is_released_before_the_next_one(
+    make_broker: MakeBroker, proxy: Proxy, server: Server, database_name: str
+) -> None:
+    broker = make_broker(proxy.url(database_name), visibility_timeout=3600)
+    publish(broker, 5)
+    lose_the_answer(broker, proxy, server, database_name)
+    wait_until(lambda: server.run_sql(LEASED, database_name) == [(3,)])
+    rows, _ = again(lambda: claim(broker))
+    assert [row.payload for row in rows] == [b"0", b"1", b"2", b"3", b"4"]
+    # Nobody has seen the first delivery: it is no attempt.
+    assert {row.attempts for row in rows} == {1}
+
+
+def test_the_keeper_of_a_process_that_holds_something_releases_it_for_others(
+    make_broker: MakeBroker,
+    proxy: Proxy,
+    server: Server,
+    database_name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broker = make_broker(proxy.url(database_name), visibility_timeout=3600)
+    publish(broker, 4)
+    _, (held,) = claim(broker, 1)
+    lose_the_answer(broker, proxy, server, database_name)
+    wait_until(lambda: "claim.unanswered queue='queue' released=3" in caplog.text)
+    assert server.run_sql(LEASED, database_name) == [(1,)], "what it knows to hold it keeps"
+    assert broker.keeper.holds(held)
+    other = make_broker(visibility_timeout=3600)
+    assert len(claim(other)[0]) == 3
+
+
+@pytest.fixture
+def crashing(own_server: Server) -> Server:
+    own_server.run_sql(NEVER_BY_ITSELF)
+    own_server.run_sql("SELECT pg_reload_conf()")
+    return own_server
+
+
+@pytest.mark.parametrize("flush_claim", [True, False], ids=["ack lost", "claim and ack lost"])
+def test_what_a_crash_has_undone_is_acknowledged_again(
+    crashing: Server, make_broker: MakeBroker, flush_claim: bool
+) -> None:
+    broker = make_broker(crashing.url(), visibility_timeout=3600)
+    publish(broker, 3)
+    _, leases = claim(broker, 2)
+    if flush_claim:
+        # A durable publish takes along what was written before it.
+        publish(broker, 1)
+    for lease in leases:
+        broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
+    broker.keeper.flush()
+    assert crashing.run_sql(LEFT) == [(1 + flush_claim,)]
+    crashing.restart("immediate")
+    assert crashing.run_sql(LEFT) == [(3 + flush_claim,)], "the crash has undone nothing"
+    rows, _ = again(lambda: claim(broker))
+    assert [row.task_id for row in rows][:1] == [3]
+    assert crashing.run_sql(LEFT) == [(1 + flush_claim,)]
+
+
+def test_what_somebody_else_has_got_meanwhile_is_not_acknowledged_again(
+    crashing: Server, make_broker: MakeBroker
+) -> None:
+    broker = make_broker(crashing.url(), visibility_timeout=3600)
+    publish(broker, 1)
+    _, (lease,) = claim(broker)
+    broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
+    broker.keeper.flush()
+    crashing.restart("immediate")
+    other = make_broker(crashing.url(), visibility_timeout=3601)
+    (row,), _ = claim(other)
+    assert row.delivery == 1, "the same fence, but for the holder"
+    assert again(lambda: claim(broker)) == ([], [])
+    assert crashing.run_sql(LEFT) == [(1,)]
