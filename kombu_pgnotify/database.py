@@ -19,6 +19,7 @@ from . import schema, sql
 from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
 from .options import Options
 from .session import Call, Rows, Session
+from .urls import Target
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +167,17 @@ class Database:
                     fairy.invalidate()
                 fairy.close()
 
-    def open(self) -> Session:
+    def open(self, target: Target | None = None) -> Session:
         """Open a connection outside the pool; the caller closes it.
+
+        Arguments:
+            target: where to, if not where the broker URL points.
 
         Raises:
             DatabaseUnavailable, ConfigurationError: see there.
         """
         with self.mapped_errors():
-            return self._connect()
+            return self._connect(target or self.options.target)
 
     def close(self) -> None:
         """Close every idle connection."""
@@ -181,7 +185,7 @@ class Database:
 
     def _new_pool(self) -> QueuePool:
         pool = QueuePool(
-            self._connect,  # type: ignore[arg-type]
+            lambda: self._connect(self.options.target),  # type: ignore[arg-type]
             pool_size=self.options.pool_size,
             max_overflow=OVERFLOW,
             timeout=POOL_PATIENCE,
@@ -198,10 +202,10 @@ class Database:
             self._losses += 1
             raise sqlalchemy_errors.DisconnectionError
 
-    def _connect(self) -> Session:
+    def _connect(self, target: Target) -> Session:
         options = self.options
         try:
-            connection = psycopg.connect(autocommit=True, **self._conninfo())
+            connection = psycopg.connect(autocommit=True, **self._conninfo(target))
         except UnicodeEncodeError:
             # It holds the password: nothing of it may be shown, not even as a cause.
             raise ConfigurationError(
@@ -213,7 +217,7 @@ class Database:
             patience = PATIENCE_WITHOUT_TIMEOUT
         return Session(connection, patience, options.prepared_statements)
 
-    def _conninfo(self) -> dict[str, Any]:
+    def _conninfo(self, target: Target) -> dict[str, Any]:
         """libpq's keywords: ours, overridden by the user's."""
         options = self.options
         info: dict[str, Any] = {
@@ -222,13 +226,13 @@ class Database:
             "target_session_attrs": "read-write",
             "connect_timeout": max(2, round(options.connect_timeout)),
             "application_name": options.application_name or _application_name(),
-            **options.target.params,
+            **target.params,
         }
         if options.statement_timeout:
             limit = round(options.statement_timeout * 1000)
             # The user's own -c settings come last and win.
             info["options"] = f"-c statement_timeout={limit} {info.get('options', '')}".strip()
-        password = options.target.password
+        password = target.password
         if options.password_source is not None:
             try:
                 password = options.password_source()

@@ -120,7 +120,7 @@ class Listener:
         Raises:
             PgnotifyError: the connection is lost or refused.
         """
-        session = self._database.open()
+        session = self._database.open(self._database.options.listen_target)
         try:
             with self._database.mapped_errors():
                 _Ear(session, self._database, self._wanted, self._linger).listen(waker)
@@ -158,11 +158,9 @@ class _Ear:
             # stays silent.
             self._dispatch()
             now = monotonic()
-            if self._wanted:
-                leave_at = None
-            else:
-                # Sooner than was decided, if the process has begun to end meanwhile.
-                leave_at = min(leave_at or math.inf, now + self._linger())
+            # Sooner than was decided, if the process has begun to end meanwhile.
+            sooner = min(leave_at or math.inf, now + self._linger())
+            leave_at = None if self._wanted else sooner
             if leave_at is not None and now >= leave_at:
                 return
             until = min(self._check_at, leave_at or self._check_at)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigurationError
-from .urls import Target
+from .urls import Target, parse
 
 #: Seconds between looks of an idle consumer that is told by NOTIFY (the backstop) …
 POLL_WITH_NOTIFY = 5.0
@@ -43,6 +43,9 @@ class Options:
         polling_interval: seconds between looks of an idle consumer; None: 5 with
             `notify` (then it is only a backstop), 1 without.
         notify: use LISTEN and NOTIFY; False polls only (for a pooler in transaction mode).
+        listen_url: where to LISTEN if not where the broker URL points, which may be a pooler in
+            transaction mode; what it leaves out (database, user) is the broker URL's, and so is
+            the password always.
         max_batch: messages claimed by one statement at the most.
         synchronous_commit: durability of a publish: on, off, local, remote_write or
             remote_apply.
@@ -76,6 +79,7 @@ class Options:
     visibility_timeout: float = 60.0
     polling_interval: float | None = None
     notify: bool = True
+    listen_url: str | None = None
     max_batch: int = 100
     synchronous_commit: str = "on"
     statement_timeout: float = 10.0
@@ -93,6 +97,13 @@ class Options:
     prepared_statements: bool = True
     #: Called for the password at each connect, when it was given as a callable.
     password_source: Callable[[], Any] | None = field(default=None, repr=False)
+
+    @property
+    def listen_target(self) -> Target:
+        """Where to LISTEN."""
+        if self.listen_url is None:
+            return self.target
+        return parse(self.listen_url, ()).standing_for(self.target)
 
     @property
     def poll_every(self) -> float:
@@ -223,6 +234,16 @@ def _one_of(*words: str) -> Callable[[str, Any], str]:
     return check
 
 
+def _listen_url(name: str, value: Any) -> str:
+    target = parse(_text(name, value), ())
+    if target.password is not None:
+        raise ConfigurationError(
+            f"option {name!r} may hold no password, since monitoring shows options: "
+            "the broker URL's is used"
+        )
+    return str(value)
+
+
 def _prefix(name: str, value: Any) -> str:
     return "" if value == "" else _text(name, value)
 
@@ -233,6 +254,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "visibility_timeout": _seconds,
     "polling_interval": _maybe(_seconds),
     "notify": _flag,
+    "listen_url": _maybe(_listen_url),
     "max_batch": _count,
     "synchronous_commit": _durability,
     "statement_timeout": _seconds_or_zero,
@@ -251,4 +273,4 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 #: Options for which None is a value of its own.
-_NULLABLE = frozenset(("polling_interval", "application_name", "max_attempts"))
+_NULLABLE = frozenset(("polling_interval", "application_name", "max_attempts", "listen_url"))

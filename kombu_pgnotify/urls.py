@@ -104,6 +104,12 @@ class Target:
         password = other.password if self.password is None else self.password
         return Target(_pairs({**extra, **self.params}), self.options, password)
 
+    def standing_for(self, other: Target) -> Target:
+        """Return the way to the same database by another server: ours, else as `other` says."""
+        place = ("host", "hostaddr", "port", "service")
+        rest = {key: value for key, value in other.params.items() if key not in place}
+        return Target(_pairs({**rest, **self.params}), (), other.password)
+
     def with_ssl(self, given: Any) -> Target:
         """Add ``broker_use_ssl`` (True, or a dictionary in Redis', AMQP's or libpq's words).
 
