@@ -12,7 +12,7 @@ from kombu.transport import virtual
 from . import envelopes
 from .celery.worker import free_slots
 from .claims import ClaimCursor
-from .consumption import Consumer
+from .consumers import Consumer
 from .keeper import Lease, LeaseKeeper, Outcome
 from .qos import QoS, discarded, flush
 from .routing import RoutingChannel

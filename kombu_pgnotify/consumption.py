@@ -8,12 +8,11 @@ import random
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
 
 from .broker import Broker
 from .claims import ClaimCursor, Outlook
+from .consumers import Consumer
 from .errors import StatementFailed
-from .housekeeper import Declaration
 from .keeper import Lease, Outcome
 from .live import LiveQueue, State
 from .qos import discarded
@@ -28,36 +27,12 @@ PROMOTE_EVERY = 1.0
 #: Seconds to wait when the database said that something is there and it could not be got.
 AGAIN_SOON = 0.05
 
+#: Messages that were told directly (control commands, events) and go before others, since a
+#: command given before a task is to be obeyed before it; then the others get a turn.
+LIVE_IN_A_ROW = 16
+
 #: Share by which polls are spread, so that workers started together do not poll together.
 JITTER = 0.2
-
-
-class Credit(Protocol):
-    """What a channel's QoS says about how much it takes."""
-
-    def can_consume(self) -> bool: ...
-
-    def can_consume_max_estimate(self) -> int | None: ...
-
-
-class Consumer:
-    """One ``basic_consume``: where messages of a queue go."""
-
-    __slots__ = ("active", "credit", "declaration", "deliver", "no_ack", "queue")
-
-    def __init__(
-        self,
-        queue: str,
-        no_ack: bool,
-        credit: Callable[[], Credit],
-        deliver: Callable[[Claimed, Lease | None], None],
-    ) -> None:
-        self.queue = queue
-        self.no_ack = no_ack
-        self.credit = credit
-        self.deliver = deliver
-        self.active = True
-        self.declaration: Declaration | None = None
 
 
 class _Watch:
@@ -97,7 +72,7 @@ class Consumption:
         # Queues that may hear their exchanges directly; channels of those bound anew.
         self._live: dict[str, LiveQueue] = {}
         self._rebound: set[str] = set()
-        self._live_turn = itertools.cycle((True, False))
+        self._live_in_a_row = 0
         self._queue_turn = itertools.count()
         self._consumer_turn = itertools.count()
         self._blocked = False
@@ -182,8 +157,10 @@ class Consumption:
         self._absorb_news()
         if self._live:
             self._tend_live()
-            if next(self._live_turn) and self._deliver_live():
+            if self._live_in_a_row < LIVE_IN_A_ROW and self._deliver_live():
+                self._live_in_a_row += 1
                 return True
+            self._live_in_a_row = 0
         while True:
             while (entry := self._next_waiting()) is not None:
                 consumer, row, lease = entry

@@ -14,7 +14,8 @@ from . import broker as brokers, options, urls
 from .broker import Broker
 from .celery.worker import introduce
 from .channel import Channel
-from .consumption import Consumer, Consumption
+from .consumers import Consumer
+from .consumption import Consumption
 from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
 from .eventloop import HubLink
 from .options import Options
