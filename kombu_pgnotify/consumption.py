@@ -69,8 +69,11 @@ class Consumption:
         self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
         # Channels that something was announced on; True: look from the start.
         self._news: dict[str, bool] = {}
-        # Queues that may hear their exchanges directly; channels of those bound anew.
+        # Queues that may hear their exchanges directly; the channels that we LISTEN on, and
+        # whether they were lost; channels of queues that were bound anew.
         self._live: dict[str, LiveQueue] = {}
+        self._in_force: frozenset[str] = frozenset()
+        self._deaf = False
         self._rebound: set[str] = set()
         self._live_in_a_row = 0
         self._queue_turn = itertools.count()
@@ -140,9 +143,13 @@ class Consumption:
         self._wake()
 
     def resync(self, channels: frozenset[str]) -> None:
-        for live in list(self._live.values()):
-            live.in_force(channels)
+        self._in_force |= channels
         self._news.update(dict.fromkeys(channels, True))
+        self._wake()
+
+    def deafened(self) -> None:
+        self._in_force = frozenset()
+        self._deaf = True
         self._wake()
 
     # -- The consuming thread
@@ -157,7 +164,7 @@ class Consumption:
         self._absorb_news()
         if self._live:
             self._tend_live()
-            if self._live_in_a_row < LIVE_IN_A_ROW and self._deliver_live():
+            if self._live_in_a_row < LIVE_IN_A_ROW and self._deliver_live(one_by_one):
                 self._live_in_a_row += 1
                 return True
             self._live_in_a_row = 0
@@ -169,39 +176,44 @@ class Consumption:
                     return True
                 self._give_back(lease)
             if not self._fetch_somewhere(one_by_one):
-                return bool(self._live) and self._deliver_live()
+                return bool(self._live) and self._deliver_live(one_by_one)
 
     def _tend_live(self) -> None:
         """Bring queues that may hear their exchanges directly one step further."""
+        topology = self._broker.topology
+        deaf, self._deaf = self._deaf, False
         for queue, live in list(self._live.items()):
             watch = self._watches.get(queue)
             if watch is None:
                 continue
+            if deaf:
+                live.go_back(topology)
             if watch.channel in self._rebound:
                 self._rebound.discard(watch.channel)
                 live.forget()
-            if live.state is State.NEW and live.learn(self._broker.topology):
+            if live.state is State.NEW and live.learn(topology):
                 self._listen()
-            if live.ready():
-                live.go_live(self._broker.topology)
+            if live.go_live(topology, self._in_force):
                 # What was published before is in rows.
                 watch.look_at = 0.0
 
-    def _deliver_live(self) -> bool:
+    def _deliver_live(self, one_by_one: bool) -> bool:
         """Hand over one message that an exchange has told us; True if there was one.
 
         Rows of the same queue come first: they were published before.
         """
-        waiting = {consumer.queue for consumer, _, _ in list(self._buffer)}
         for queue, live in list(self._live.items()):
             watch = self._watches.get(queue)
-            if watch is None or watch.look_at <= monotonic() or queue in waiting:
+            if watch is None or not live.has_mail or (taker := self._taker(queue)) is None:
                 continue
-            if live.has_mail and (taker := self._taker(queue)) is not None:
-                row = live.next(self._broker.store)
-                if row is not None:
-                    taker.deliver(row, None)
-                    return True
+            if any(consumer.queue == queue for consumer, _, _ in list(self._buffer)):
+                continue
+            if watch.look_at <= monotonic() and self._look_safely(watch, taker, one_by_one):
+                continue
+            row = live.next(self._broker.store)
+            if row is not None:
+                taker.deliver(row, None)
+                return True
         return False
 
     def _next_waiting(self) -> tuple[Consumer, Claimed, Lease | None] | None:

@@ -26,13 +26,16 @@ LINGER = 5.0
 
 
 class Subscriber(Protocol):
-    """Who hears announcements; both methods return at once and take no lock."""
+    """Who hears announcements; all methods return at once and take no lock."""
 
     def notified(self, channel: str, payload: str) -> None:
         """Something was announced on `channel`."""
 
     def resync(self, channels: frozenset[str]) -> None:
         """LISTEN on `channels` is in force from now on; what was announced before is gone."""
+
+    def deafened(self) -> None:
+        """No LISTEN is in force any more; the next resync names those that are again."""
 
 
 class Listener:
@@ -126,6 +129,8 @@ class Listener:
                 _Ear(session, self._database, self._wanted, self._linger).listen(waker)
         finally:
             session.close()
+            for subscriber in list(self._wanted):
+                subscriber.deafened()
 
 
 class _Ear:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Set
 from enum import Enum
 from time import monotonic
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class _Waiting(NamedTuple):
 class LiveQueue:
     """One queue's way to hear its exchanges directly.
 
-    Used by the consuming thread; :meth:`in_force` and :meth:`hear` by the listener's too.
+    Used by the consuming thread; :meth:`hear` by the listener's too.
 
     Arguments:
         queue: its name.
@@ -61,21 +62,12 @@ class LiveQueue:
         self._bindings = 0
         self._keys: dict[str, set[str]] = {}
         self._message_ttl = float("inf")
-        self._in_force: set[str] = set()
         self._heard: deque[tuple[str, str, float]] = deque(maxlen=MAILBOX)
         self._waiting: deque[_Waiting] = deque(maxlen=MAILBOX)
 
-    # -- called by the listener's thread
-
-    def in_force(self, channels: frozenset[str]) -> None:
-        """LISTEN on `channels` is in force."""
-        self._in_force.update(channels & self.channels)
-
     def hear(self, channel: str, payload: str) -> None:
-        """Something was told on one of our channels."""
+        """Something was told on one of our channels; called by the listener's thread."""
         self._heard.append((channel, payload, monotonic()))
-
-    # -- called by the consuming thread
 
     def learn(self, topology: Topology) -> bool:
         """Find out what to listen to; True if :attr:`channels` has changed."""
@@ -92,19 +84,27 @@ class LiveQueue:
             if binding.message_ttl is not None:
                 self._message_ttl = binding.message_ttl
         self.channels = frozenset(self._keys)
-        self._in_force &= self.channels
         self.state = State.LISTENING
         return self.channels != before
 
-    def ready(self) -> bool:
-        """True if every LISTEN that going live depends on is in force."""
-        return self.state is State.LISTENING and self._in_force >= self.channels
+    def go_live(self, topology: Topology, in_force: Set[str]) -> bool:
+        """Have the exchanges tell us directly from now on, if we hear them all; True if so.
 
-    def go_live(self, topology: Topology) -> None:
-        """Have the exchanges tell us directly from now on."""
+        Arguments:
+            in_force: the channels that we LISTEN on.
+        """
+        if self.state is not State.LISTENING or not self.channels <= in_force:
+            return False
         live = topology.go_live(self.queue, self._bindings)
-        # Else it was bound or deleted meanwhile: learn anew, at the next announcement.
+        # Else it was bound or deleted meanwhile: learn anew.
         self.state = State.LIVE if live else State.NEW
+        return live
+
+    def go_back(self, topology: Topology) -> None:
+        """We hear nothing for the moment: let the queue get rows until it is live again."""
+        if self.state is State.LIVE:
+            topology.end_live(self.queue)
+        self.forget()
 
     def forget(self) -> None:
         """The bindings have changed: the queue gets rows until it is live again."""

@@ -70,7 +70,7 @@ class RoutingChannel(virtual.Channel):
     # -- publishing
 
     def basic_publish(
-        self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
+        self, message: dict[str, Any] | str | bytes, exchange: str, routing_key: str, **kwargs: Any
     ) -> None:
         """Publish a message; it is committed when this returns.
 
@@ -78,6 +78,10 @@ class RoutingChannel(virtual.Channel):
             ChannelError: it is persistent, and nothing at all is bound to its durable direct
                 exchange: it would be lost silently.
         """
+        if isinstance(message, (str, bytes)):
+            # ``celery amqp basic.publish`` hands over the text alone.
+            text: Any = message
+            message = dict(self.prepare_message(text, content_type="text/plain"))
         outgoing = self.prepare(message, exchange, routing_key)
         store = self.broker.store
         if exchange:

@@ -214,6 +214,10 @@ class Topology:
         """Have exchanges tell a queue directly; False if its bindings have changed meanwhile."""
         return bool(self._run("go_live", queue, bindings))
 
+    def end_live(self, queue: str) -> None:
+        """Have exchanges write rows for a queue again."""
+        self._run("end_live", queue)
+
     def touch(self, queues: Sequence[str]) -> dict[str, float]:
         """Note that queues are in use; return those that can expire, and after what seconds."""
         rows = self._run("touch", list(queues), AUTO_DELETE_AFTER)

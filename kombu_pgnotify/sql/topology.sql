@@ -117,6 +117,10 @@ WHERE queue_name = $1 AND exclusive AND auto_delete AND NOT durable
   AND (SELECT count(*) FROM {schema}.bindings AS b WHERE b.queue_name = $1) = $2::int
 RETURNING 1;
 
+-- name: end_live
+-- From now on exchanges write rows for queue $1 again: its consumer has stopped listening.
+UPDATE {schema}.queues SET live = false WHERE queue_name = $1 AND live;
+
 -- name: touch
 -- Notes that the queues $1 are in use: puts off their expiry, and gives those that go with their
 -- last consumer one, of $2 seconds.  Returns which there are and how long they last unused.

@@ -40,6 +40,10 @@ class Hearer:
         self._on_resync()
         self.events.append(("resync", *sorted(channels)))
 
+    def deafened(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.events.append(("deafened",))
+
     def resyncs(self) -> int:
         return sum(event[0] == "resync" for event in self.events)
 
@@ -227,6 +231,7 @@ def test_the_health_check_notices_that_listens_are_gone(
     broker.listener.subscribe(hearer, ["a"])
     wait_until(lambda: hearer.resyncs() >= 2)
     assert "not in force" in caplog.text
+    assert [event[0] for event in hearer.events] == ["resync", "deafened", "resync"]
     assert "notify to False" in caplog.text
 
 
