@@ -104,7 +104,7 @@ class Channel(RoutingChannel):
 
     def _get(self, queue: str, timeout: float | None = None) -> dict[str, Any]:
         row, _ = self._get_row(self.full_name(queue), no_ack=True)
-        return envelopes.unpack(row)
+        return envelopes.unpack(row, self.broker.options.queue_name_prefix)
 
     def _get_row(self, name: str, no_ack: bool) -> tuple[Claimed, Lease | None]:
         """Get one message of the queue that is called `name` in the database.
@@ -146,7 +146,7 @@ class Channel(RoutingChannel):
         return message
 
     def _message(self, row: Claimed) -> virtual.Message:
-        raw = envelopes.unpack(row)
+        raw = envelopes.unpack(row, self.broker.options.queue_name_prefix)
         try:
             return self.Message(raw, channel=self)
         except Exception as exc:

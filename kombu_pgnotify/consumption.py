@@ -69,10 +69,9 @@ class Consumption:
         self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
         # Channels that something was announced on; True: look from the start.
         self._news: dict[str, bool] = {}
-        # Queues that may hear their exchanges directly; the channels that we LISTEN on, and
-        # whether they were lost; channels of queues that were bound anew.
+        # Queues that may hear their exchanges directly; whether the listener was lost; channels
+        # of queues that were bound anew.
         self._live: dict[str, LiveQueue] = {}
-        self._in_force: frozenset[str] = frozenset()
         self._deaf = False
         self._rebound: set[str] = set()
         self._live_in_a_row = 0
@@ -143,12 +142,10 @@ class Consumption:
         self._wake()
 
     def resync(self, channels: frozenset[str]) -> None:
-        self._in_force |= channels
         self._news.update(dict.fromkeys(channels, True))
         self._wake()
 
     def deafened(self) -> None:
-        self._in_force = frozenset()
         self._deaf = True
         self._wake()
 
@@ -193,7 +190,7 @@ class Consumption:
                 live.forget()
             if live.state is State.NEW and live.learn(topology):
                 self._listen()
-            if live.go_live(topology, self._in_force):
+            if live.go_live(topology, self._broker.listener.heard_by(self)):
                 # What was published before is in rows.
                 watch.look_at = 0.0
 

@@ -55,8 +55,11 @@ def _drop_strangers(properties: dict[str, Any]) -> None:
             del properties[name]
 
 
-def unpack(row: Claimed) -> dict[str, Any]:
+def unpack(row: Claimed, prefix: str = "") -> dict[str, Any]:
     """Return the message of a row, with this delivery's own tag.
+
+    Arguments:
+        prefix: what names in the database begin with, and kombu's do not.
 
     Raises:
         Unreadable: the envelope is no JSON object with headers and properties.
@@ -74,7 +77,7 @@ def unpack(row: Claimed) -> dict[str, Any]:
         if row.attempts > 1:
             info["redelivered"] = True
         if row.died is not None:
-            _tell_deaths(message["headers"], info, row.died)
+            _tell_deaths(message["headers"], info, row.died, prefix)
         message["body"] = _body(row.payload, properties.get("body_encoding"))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as exc:
         raise Unreadable(f"{type(exc).__name__}: {exc}") from exc
@@ -83,11 +86,19 @@ def unpack(row: Claimed) -> dict[str, Any]:
     return message  # type: ignore[no-any-return]
 
 
-def _tell_deaths(headers: dict[str, Any], info: dict[str, Any], died: str) -> None:
+def _tell_deaths(headers: dict[str, Any], info: dict[str, Any], died: str, prefix: str) -> None:
     """Say where a message was dead-lettered before (RabbitMQ, Dead Letter Exchanges)."""
     story = json.loads(died)
-    info.update(exchange=story["exchange"], routing_key=story["routing_key"])
+
+    def own(exchange: str, key: str) -> tuple[str, str]:
+        # A key of the default exchange is a queue's name.
+        return exchange.removeprefix(prefix), key if exchange else key.removeprefix(prefix)
+
+    info["exchange"], info["routing_key"] = own(story["exchange"], story["routing_key"])
     deaths = headers["x-death"] = story["deaths"]
+    for death in deaths:
+        death["exchange"], key = own(death["exchange"], death["routing-keys"][0])
+        death.update({"routing-keys": [key], "queue": death["queue"].removeprefix(prefix)})
     for name in ("queue", "reason", "exchange"):
         headers[f"x-first-death-{name}"] = deaths[-1][name]
 

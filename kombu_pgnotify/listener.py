@@ -50,6 +50,7 @@ class Listener:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._wanted: dict[Subscriber, frozenset[str]] = {}
+        self._heard: dict[Subscriber, frozenset[str]] = {}
         self._closing = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -67,6 +68,10 @@ class Listener:
                 )
                 self._thread.start()
         self._nudge()
+
+    def heard_by(self, subscriber: Subscriber) -> frozenset[str]:
+        """Return the channels that `subscriber` hears now; takes no lock."""
+        return self._heard.get(subscriber, frozenset())
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Forget `subscriber`; takes no lock and does no I/O."""
@@ -126,11 +131,15 @@ class Listener:
         session = self._database.open(self._database.options.listen_target)
         try:
             with self._database.mapped_errors():
-                _Ear(session, self._database, self._wanted, self._linger).listen(waker)
+                _Ear(session, self._database, self._wanted, self._hear, self._linger).listen(waker)
         finally:
             session.close()
+            self._hear({})
             for subscriber in list(self._wanted):
                 subscriber.deafened()
+
+    def _hear(self, heard: dict[Subscriber, frozenset[str]]) -> None:
+        self._heard = heard
 
 
 class _Ear:
@@ -141,6 +150,7 @@ class _Ear:
         session: Session,
         database: Database,
         wanted: dict[Subscriber, frozenset[str]],
+        publish: Callable[[dict[Subscriber, frozenset[str]]], None],
         linger: Callable[[], float],
     ) -> None:
         self._linger = linger
@@ -149,6 +159,7 @@ class _Ear:
         self._check_every = database.options.health_check_interval
         self._check_at = monotonic() + self._check_every
         self._wanted = wanted
+        self._publish = publish
         self._heard: dict[Subscriber, frozenset[str]] = {}
 
     def listen(self, waker: Waker) -> None:
@@ -176,15 +187,22 @@ class _Ear:
         wanted = dict(self._wanted)
         before = frozenset().union(*self._heard.values())
         after = frozenset().union(*wanted.values())
+        kept = {
+            subscriber: channels & self._heard.get(subscriber, frozenset())
+            for subscriber, channels in wanted.items()
+        }
         commands = [f"LISTEN {quote_identifier(name)}" for name in sorted(after - before)]
         commands += [f"UNLISTEN {quote_identifier(name)}" for name in sorted(before - after)]
+        # What is given up is said before, and what is new after it is in force.
+        self._publish(kept)
         if commands:
             self._session.script("; ".join(commands))
-        # Only now that LISTEN is in force: who looks at the table now misses nothing.
-        for subscriber, channels in wanted.items():
-            if new := channels - self._heard.get(subscriber, frozenset()):
-                subscriber.resync(new)
         self._heard = wanted
+        self._publish(wanted)
+        # Only now: who looks at the table from here on misses nothing.
+        for subscriber, channels in wanted.items():
+            if new := channels - kept[subscriber]:
+                subscriber.resync(new)
 
     def _dispatch(self) -> None:
         for channel, payload in self._session.notifications():

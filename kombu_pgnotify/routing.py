@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -337,6 +338,12 @@ class RoutingChannel(virtual.Channel):
             exclusive=kwargs.get("exclusive", False),
             auto_delete=kwargs.get("auto_delete", False),
         )
+        exchange, key = declared.dead_letter_exchange, declared.dead_letter_routing_key
+        if exchange:
+            declared = replace(declared, dead_letter_exchange=self.full_name(exchange))
+        elif exchange == "" and key is not None:
+            # A key of the default exchange is a queue's name.
+            declared = replace(declared, dead_letter_routing_key=self.full_name(key))
         self.broker.housekeeper.declare(declared)
 
     def _has_queue(self, queue: str, **kwargs: Any) -> bool:

@@ -34,15 +34,21 @@ WHERE exchange_name = $1
 
 -- name: declare_queue
 -- Declares queue $1; the last declaration wins, and the arguments it replaced are returned.
-WITH before AS MATERIALIZED (
-    SELECT arguments FROM {schema}.queues WHERE queue_name = $1
+-- One consumer's own does not wait for the disk: should the server crash, it declares it again.
+WITH settings AS MATERIALIZED (
+    SELECT set_config('synchronous_commit',
+                      CASE WHEN $3::boolean THEN 'off'
+                           ELSE current_setting('synchronous_commit') END, true)
+), before AS MATERIALIZED (
+    SELECT q.arguments FROM settings CROSS JOIN {schema}.queues AS q WHERE q.queue_name = $1
 ), declared AS (
     INSERT INTO {schema}.queues AS q
         (queue_name, durable, exclusive, auto_delete, arguments, message_ttl, expires,
          max_priority, max_length, dead_letter_exchange, dead_letter_routing_key, declared_by,
          expires_at)
-    VALUES ($1, $2::boolean, $3::boolean, $4::boolean, $5, $6::float8, $7::float8, $8::smallint,
-            $9::bigint, $10, $11, $12, now() + make_interval(secs => $7::float8))
+    SELECT $1, $2::boolean, $3::boolean, $4::boolean, $5, $6::float8, $7::float8, $8::smallint,
+           $9::bigint, $10, $11, $12, now() + make_interval(secs => $7::float8)
+    FROM settings
     ON CONFLICT (queue_name) DO UPDATE
     SET durable = excluded.durable, exclusive = excluded.exclusive,
         auto_delete = excluded.auto_delete, arguments = excluded.arguments,
@@ -70,13 +76,22 @@ SELECT EXISTS (SELECT FROM {schema}.queues WHERE queue_name = $1)
 
 -- name: delete_queue
 -- Forgets queue $1 and its bindings.
-DELETE FROM {schema}.queues WHERE queue_name = $1;
+DELETE FROM {schema}.queues
+WHERE queue_name = $1
+  AND set_config('synchronous_commit',
+                 CASE WHEN exclusive THEN 'off' ELSE current_setting('synchronous_commit') END,
+                 true) IS NOT NULL;
 
 -- name: bind
 -- Binds queue $1 to exchange $2 by the routing key $3 (as a pattern: $4); it gets rows until its
 -- consumer listens to that exchange too.  Says which of the two is missing, if any.
 WITH present AS MATERIALIZED (
     SELECT EXISTS (SELECT FROM {schema}.queues WHERE queue_name = $1) AS queue,
+           -- As declare_queue: without waiting for the disk where it is one consumer's own.
+           set_config('synchronous_commit',
+                      coalesce((SELECT 'off' FROM {schema}.queues
+                                WHERE queue_name = $1 AND exclusive),
+                               current_setting('synchronous_commit')), true) AS settings,
            EXISTS (SELECT FROM {schema}.exchanges WHERE exchange_name = $2) AS exchange
 ), bound AS (
     INSERT INTO {schema}.bindings (queue_name, exchange_name, routing_key, pattern)
