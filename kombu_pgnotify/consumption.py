@@ -130,10 +130,10 @@ class Consumption:
     # -- Subscriber: called by the listener's thread
 
     def notified(self, channel: str, payload: str) -> None:
-        for live in list(self._live.values()):
-            if channel in live.channels:
+        if told := [live for live in list(self._live.values()) if channel in live.channels]:
+            for live in told:
                 live.hear(channel, payload)
-        if payload == BOUND:
+        elif payload == BOUND:
             self._rebound.add(channel)
         elif payload == RELEASED:
             self._news[channel] = True
@@ -178,12 +178,15 @@ class Consumption:
     def _tend_live(self) -> None:
         """Bring queues that may hear their exchanges directly one step further."""
         topology = self._broker.topology
-        deaf, self._deaf = self._deaf, False
+        if self._deaf:
+            self._deaf = False
+            for live in list(self._live.values()):
+                live.deaf = True
         for queue, live in list(self._live.items()):
             watch = self._watches.get(queue)
             if watch is None:
                 continue
-            if deaf:
+            if live.deaf:
                 live.go_back(topology)
             if watch.channel in self._rebound:
                 self._rebound.discard(watch.channel)

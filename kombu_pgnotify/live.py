@@ -56,6 +56,8 @@ class LiveQueue:
     def __init__(self, queue: str, schema: str) -> None:
         self.queue = queue
         self.state = State.NEW
+        #: The listener was lost: exchanges must know before anything else.
+        self.deaf = False
         #: The channels to LISTEN on, besides the queue's own.
         self.channels: frozenset[str] = frozenset()
         self._schema = schema
@@ -104,6 +106,7 @@ class LiveQueue:
         """We hear nothing for the moment: let the queue get rows until it is live again."""
         if self.state is State.LIVE:
             topology.end_live(self.queue)
+        self.deaf = False
         self.forget()
 
     def forget(self) -> None:
