@@ -36,6 +36,8 @@ class Broker:
         self.pid = os.getpid()
         #: Shown as the holder of leases.
         self.worker = f"{socket.gethostname()}:{self.pid}:{uuid.uuid4().hex[:8]}"
+        #: How often a consumer has found the server away.
+        self.losses = 0
         self.database = Database(options)
         self.store = MessageStore(self.database)
         self.keeper = LeaseKeeper(self.store, self.worker, options.visibility_timeout)

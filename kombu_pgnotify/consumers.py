@@ -1,10 +1,11 @@
-"""Consumers: where the messages of a queue go."""
+"""Consumers: where the messages of a queue go, and what is known about the queue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
+from .claims import ClaimCursor
 from .housekeeper import Declaration
 from .keeper import Lease
 from .store import Claimed
@@ -16,6 +17,9 @@ class Credit(Protocol):
     def can_consume(self) -> bool: ...
 
     def can_consume_max_estimate(self) -> int | None: ...
+
+    @property
+    def waits_for_slot(self) -> bool: ...
 
 
 class Consumer:
@@ -36,3 +40,18 @@ class Consumer:
         self.deliver = deliver
         self.active = True
         self.declaration: Declaration | None = None
+
+
+class Watch:
+    """What is known about one queue."""
+
+    __slots__ = ("channel", "cursor", "look_at", "promote_at", "promote_now", "queue", "seen_empty")
+
+    def __init__(self, queue: str, channel: str) -> None:
+        self.queue = queue
+        self.channel = channel
+        self.cursor = ClaimCursor()
+        self.look_at = 0.0  # monotonic time of the next look
+        self.promote_at = 0.0  # … and of the next check for due messages, if busy
+        self.promote_now = False
+        self.seen_empty = False

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from time import monotonic
 
 from .broker import Broker
-from .claims import ClaimCursor, Outlook
-from .consumers import Consumer
-from .errors import StatementFailed
+from .claims import Outlook
+from .consumers import Consumer, Watch
+from .errors import DatabaseUnavailable, StatementFailed
 from .keeper import Lease, Outcome
 from .live import LiveQueue, State
 from .qos import discarded
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 #: Seconds between two checks of a busy queue for held messages that have become due.
 PROMOTE_EVERY = 1.0
 
-#: Seconds to wait when the database said that something is there and it could not be got.
+#: Seconds to wait when the database said that something is there and it could not be got, and
+#: for a process of the worker's to be free.
 AGAIN_SOON = 0.05
 
 #: Messages that were told directly (control commands, events) and go before others, since a
@@ -33,21 +34,6 @@ LIVE_IN_A_ROW = 16
 
 #: Share by which polls are spread, so that workers started together do not poll together.
 JITTER = 0.2
-
-
-class _Watch:
-    """What is known about one queue."""
-
-    __slots__ = ("channel", "cursor", "look_at", "promote_at", "promote_now", "queue", "seen_empty")
-
-    def __init__(self, queue: str, channel: str) -> None:
-        self.queue = queue
-        self.channel = channel
-        self.cursor = ClaimCursor()
-        self.look_at = 0.0  # monotonic time of the next look
-        self.promote_at = 0.0  # … and of the next check for due messages, if busy
-        self.promote_now = False
-        self.seen_empty = False
 
 
 class Consumption:
@@ -65,7 +51,7 @@ class Consumption:
         self._broker = broker
         self._wake = wake
         self._consumers: dict[str, list[Consumer]] = {}
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[str, Watch] = {}
         self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
         # Channels that something was announced on; True: look from the start.
         self._news: dict[str, bool] = {}
@@ -78,6 +64,7 @@ class Consumption:
         self._queue_turn = itertools.count()
         self._consumer_turn = itertools.count()
         self._blocked = False
+        self._losses = broker.losses
 
     @property
     def active(self) -> bool:
@@ -90,7 +77,7 @@ class Consumption:
         self._consumers[queue] = [*self._consumers.get(queue, ()), consumer]
         if queue not in self._watches:
             channel = channel_of(self._broker.options.schema, queue)
-            self._watches[queue] = _Watch(queue, channel)
+            self._watches[queue] = Watch(queue, channel)
             self._listen()
         if consumer.no_ack and self._broker.options.notify:
             self._live.setdefault(queue, LiveQueue(queue, self._broker.options.schema))
@@ -157,7 +144,23 @@ class Consumption:
         Arguments:
             one_by_one: the caller may stop after any message: take no more than one of
                 those that are gone from the table once taken.
+
+        Raises:
+            DatabaseUnavailable: the server is away, or was for another consumer of this
+                process.  Celery expects all its connections to be lost together: gevent's and
+                eventlet's mailboxes start anew only when the main connection does.
         """
+        if self._losses != self._broker.losses:
+            self._losses = self._broker.losses
+            raise DatabaseUnavailable("another connection of this process has lost the server")
+        try:
+            return self._deliver_one(one_by_one)
+        except DatabaseUnavailable:
+            self._broker.losses += 1
+            self._losses = self._broker.losses
+            raise
+
+    def _deliver_one(self, one_by_one: bool) -> bool:
         self._absorb_news()
         if self._live:
             self._tend_live()
@@ -232,6 +235,9 @@ class Consumption:
         times = [
             watch.look_at for watch in list(self._watches.values()) if self._wanted(watch.queue)
         ]
+        consumers = itertools.chain.from_iterable(list(self._consumers.values()))
+        if any(consumer.credit().waits_for_slot for consumer in consumers):
+            times.append(monotonic() + AGAIN_SOON)
         return max(0.0, min(times) - monotonic()) if times else None
 
     def _listen(self) -> None:
@@ -267,7 +273,7 @@ class Consumption:
         self._blocked = blocked
         return False
 
-    def _in_order(self) -> list[_Watch]:
+    def _in_order(self) -> list[Watch]:
         """Return the queues in the order in which to look at them."""
         watches = list(self._watches.values())
         strategy = self._broker.options.queue_order_strategy
@@ -291,7 +297,7 @@ class Consumption:
                 return consumer
         return None
 
-    def _look_safely(self, watch: _Watch, taker: Consumer, one_by_one: bool) -> bool:
+    def _look_safely(self, watch: Watch, taker: Consumer, one_by_one: bool) -> bool:
         """Look; what one queue's rows make the server refuse must not end the others' worker."""
         try:
             return self._look(watch, taker, one_by_one)
@@ -300,7 +306,7 @@ class Consumption:
             logger.error("claim.failed queue=%r tried again later: %s", watch.queue, exc)
             return False
 
-    def _look(self, watch: _Watch, taker: Consumer, one_by_one: bool) -> bool:
+    def _look(self, watch: Watch, taker: Consumer, one_by_one: bool) -> bool:
         """Claim from one queue for `taker`; True if something came."""
         now = monotonic()
         if watch.seen_empty:
@@ -320,7 +326,7 @@ class Consumption:
         self._buffer.extend(rows)
         return bool(rows)
 
-    def _promote(self, watch: _Watch, now: float) -> bool:
+    def _promote(self, watch: Watch, now: float) -> bool:
         """Make held messages ready whose time has come; True if there were any."""
         watch.promote_now, watch.promote_at = False, now + PROMOTE_EVERY
         promoted = self._broker.store.promote(watch.queue)
@@ -328,7 +334,7 @@ class Consumption:
             watch.cursor.look_from_start()
         return bool(promoted)
 
-    def _plan(self, watch: _Watch, now: float) -> None:
+    def _plan(self, watch: Watch, now: float) -> None:
         """The queue is empty: find out when to look again although nobody announces anything."""
         watch.seen_empty = False
         wait = self._broker.options.poll_every * random.uniform(1 - JITTER, 1)
@@ -342,7 +348,7 @@ class Consumption:
             watch.look_at = now + AGAIN_SOON
 
     def _claim(
-        self, watch: _Watch, taker: Consumer, limit: int
+        self, watch: Watch, taker: Consumer, limit: int
     ) -> list[tuple[Consumer, Claimed, Lease | None]]:
         broker, started = self._broker, monotonic()
         ranges, store = watch.cursor.next_ranges(started), broker.store

@@ -89,16 +89,12 @@ def unpack(row: Claimed, prefix: str = "") -> dict[str, Any]:
 def _tell_deaths(headers: dict[str, Any], info: dict[str, Any], died: str, prefix: str) -> None:
     """Say where a message was dead-lettered before (RabbitMQ, Dead Letter Exchanges)."""
     story = json.loads(died)
-
-    def own(exchange: str, key: str) -> tuple[str, str]:
-        # A key of the default exchange is a queue's name.
-        return exchange.removeprefix(prefix), key if exchange else key.removeprefix(prefix)
-
-    info["exchange"], info["routing_key"] = own(story["exchange"], story["routing_key"])
+    info["exchange"] = story["exchange"].removeprefix(prefix)
+    info["routing_key"] = story["routing_key"]
     deaths = headers["x-death"] = story["deaths"]
     for death in deaths:
-        death["exchange"], key = own(death["exchange"], death["routing-keys"][0])
-        death.update({"routing-keys": [key], "queue": death["queue"].removeprefix(prefix)})
+        for name in ("queue", "exchange"):
+            death[name] = death[name].removeprefix(prefix)
     for name in ("queue", "reason", "exchange"):
         headers[f"x-first-death-{name}"] = deaths[-1][name]
 

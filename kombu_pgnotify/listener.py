@@ -6,9 +6,9 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from .database import Database
 from .errors import DatabaseUnavailable
@@ -38,6 +38,10 @@ class Subscriber(Protocol):
         """No LISTEN is in force any more; the next resync names those that are again."""
 
 
+#: Who hears which channels.
+_Channels: TypeAlias = dict[Subscriber, frozenset[str]]
+
+
 class Listener:
     """Owns a daemon thread with one autocommit LISTEN connection.
 
@@ -49,8 +53,8 @@ class Listener:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._wanted: dict[Subscriber, frozenset[str]] = {}
-        self._heard: dict[Subscriber, frozenset[str]] = {}
+        self._wanted: _Channels = {}
+        self._heard: _Channels = {}
         self._closing = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -70,8 +74,9 @@ class Listener:
         self._nudge()
 
     def heard_by(self, subscriber: Subscriber) -> frozenset[str]:
-        """Return the channels that `subscriber` hears now; takes no lock."""
-        return self._heard.get(subscriber, frozenset())
+        """Return the channels that `subscriber` hears now."""
+        with self._lock:
+            return self._heard.get(subscriber, frozenset())
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Forget `subscriber`; takes no lock and does no I/O."""
@@ -87,8 +92,14 @@ class Listener:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
-    def _linger(self) -> float:
-        """How long the connection is kept for somebody new."""
+    @property
+    def wanted(self) -> bool:
+        """True while anybody wants to hear anything."""
+        return bool(self._wanted)
+
+    @property
+    def linger(self) -> float:
+        """Seconds that the connection is kept for somebody new."""
         return 0.0 if self._closing else LINGER
 
     def _nudge(self) -> None:
@@ -131,36 +142,39 @@ class Listener:
         session = self._database.open(self._database.options.listen_target)
         try:
             with self._database.mapped_errors():
-                _Ear(session, self._database, self._wanted, self._hear, self._linger).listen(waker)
+                _Ear(self, session, self._database).listen(waker)
         finally:
             session.close()
-            self._hear({})
+            self._heard = {}
             for subscriber in list(self._wanted):
                 subscriber.deafened()
 
-    def _hear(self, heard: dict[Subscriber, frozenset[str]]) -> None:
+    def take_wanted(self, heard: _Channels) -> tuple[_Channels, _Channels]:
+        """Return what is wanted, and what of it is `heard` already: from now on only that."""
+        with self._lock:
+            # At once, so that nobody takes for heard what is just being given up.
+            wanted = dict(self._wanted)
+            self._heard = {
+                subscriber: channels & heard.get(subscriber, frozenset())
+                for subscriber, channels in wanted.items()
+            }
+            return wanted, self._heard
+
+    def now_heard(self, heard: _Channels) -> None:
+        """These LISTENs are in force."""
         self._heard = heard
 
 
 class _Ear:
     """One LISTEN connection's life."""
 
-    def __init__(
-        self,
-        session: Session,
-        database: Database,
-        wanted: dict[Subscriber, frozenset[str]],
-        publish: Callable[[dict[Subscriber, frozenset[str]]], None],
-        linger: Callable[[], float],
-    ) -> None:
-        self._linger = linger
+    def __init__(self, listener: Listener, session: Session, database: Database) -> None:
+        self._listener = listener
         self._session = session
         self._check = (database.statements["listening"], ())
         self._check_every = database.options.health_check_interval
         self._check_at = monotonic() + self._check_every
-        self._wanted = wanted
-        self._publish = publish
-        self._heard: dict[Subscriber, frozenset[str]] = {}
+        self._heard: _Channels = {}
 
     def listen(self, waker: Waker) -> None:
         session = self._session
@@ -175,8 +189,8 @@ class _Ear:
             self._dispatch()
             now = monotonic()
             # Sooner than was decided, if the process has begun to end meanwhile.
-            sooner = min(leave_at or math.inf, now + self._linger())
-            leave_at = None if self._wanted else sooner
+            sooner = min(leave_at or math.inf, now + self._listener.linger)
+            leave_at = None if self._listener.wanted else sooner
             if leave_at is not None and now >= leave_at:
                 return
             until = min(self._check_at, leave_at or self._check_at)
@@ -184,21 +198,15 @@ class _Ear:
 
     def _adjust(self) -> None:
         """Make the LISTENs those that are wanted, then tell whom it concerns."""
-        wanted = dict(self._wanted)
+        wanted, kept = self._listener.take_wanted(self._heard)
         before = frozenset().union(*self._heard.values())
         after = frozenset().union(*wanted.values())
-        kept = {
-            subscriber: channels & self._heard.get(subscriber, frozenset())
-            for subscriber, channels in wanted.items()
-        }
         commands = [f"LISTEN {quote_identifier(name)}" for name in sorted(after - before)]
         commands += [f"UNLISTEN {quote_identifier(name)}" for name in sorted(before - after)]
-        # What is given up is said before, and what is new after it is in force.
-        self._publish(kept)
         if commands:
             self._session.script("; ".join(commands))
         self._heard = wanted
-        self._publish(wanted)
+        self._listener.now_heard(wanted)
         # Only now: who looks at the table from here on misses nothing.
         for subscriber, channels in wanted.items():
             if new := channels - kept[subscriber]:

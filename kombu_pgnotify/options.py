@@ -68,7 +68,8 @@ class Options:
         expired_tasks: deliver hands a Celery task whose ``expires`` has passed to a worker,
             which records it as revoked; drop lets it vanish, as RabbitMQ does.
         disable_prefetch: a Celery worker takes a task only when one of its processes is free
-            (Celery's own ``worker_disable_prefetch`` is for Redis only).
+            (Celery's own ``worker_disable_prefetch`` is for Redis only).  Needs a
+            ``worker_prefetch_multiplier`` other than 0.
         prepared_statements: prepare statements on the server; False for a pooler that
             cannot keep them.
     """

@@ -81,10 +81,20 @@ class QoS:
         return max(self._room, 0) if self.prefetch_count else None
 
     @property
+    def waits_for_slot(self) -> bool:
+        """True if only a free process is missing, which nobody announces."""
+        return bool(self.prefetch_count) and self._credit > 0 >= self._room
+
+    @property
+    def _credit(self) -> int:
+        """How many more messages the prefetch limit itself allows."""
+        return self.prefetch_count - len(self._unacked) - len(self._let_go)
+
+    @property
     def _room(self) -> int:
-        room = self.prefetch_count - len(self._unacked) - len(self._let_go)
+        """How many more messages may come now."""
         slots = self._free_slots(self.prefetch_count) if self._free_slots else None
-        return room if slots is None else min(room, slots)
+        return self._credit if slots is None else min(self._credit, slots)
 
     def ack(self, delivery_tag: str, multiple: bool = False) -> None:
         """Acknowledge a message, or with `multiple` all up to it (AMQP 0-9-1, basic.ack)."""

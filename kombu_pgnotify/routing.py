@@ -338,12 +338,10 @@ class RoutingChannel(virtual.Channel):
             exclusive=kwargs.get("exclusive", False),
             auto_delete=kwargs.get("auto_delete", False),
         )
-        exchange, key = declared.dead_letter_exchange, declared.dead_letter_routing_key
-        if exchange:
-            declared = replace(declared, dead_letter_exchange=self.full_name(exchange))
-        elif exchange == "" and key is not None:
-            # A key of the default exchange is a queue's name.
-            declared = replace(declared, dead_letter_routing_key=self.full_name(key))
+        declared = replace(declared, name_prefix=self.broker.options.queue_name_prefix)
+        if declared.dead_letter_exchange:
+            full_name = self.full_name(declared.dead_letter_exchange)
+            declared = replace(declared, dead_letter_exchange=full_name)
         self.broker.housekeeper.declare(declared)
 
     def _has_queue(self, queue: str, **kwargs: Any) -> bool:

@@ -51,6 +51,7 @@ class Queue:
     Attributes:
         arguments: as AMQP names them (``x-expires`` …), see :meth:`declared`.
         message_ttl, expires: seconds.
+        name_prefix: what the names of its application begin with in the database.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Queue:
     max_length: int | None = None
     dead_letter_exchange: str | None = None
     dead_letter_routing_key: str | None = None
+    name_prefix: str = ""
 
     @classmethod
     def declared(
@@ -167,6 +169,7 @@ class Topology:
             queue.max_length,
             queue.dead_letter_exchange,
             queue.dead_letter_routing_key,
+            queue.name_prefix,
         )
         replaced = self._run("declare_queue", *columns, declared_by)
         if replaced:

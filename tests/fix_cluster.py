@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +18,14 @@ from typing import Any
 import psycopg
 import pytest
 from fix_postgres import Server
-from fix_worker import CeleryWorker
+from fix_worker import REPOSITORY, CeleryWorker, celery_worker as _celery_worker
 from helpers import wait_until
 
+from kombu_pgnotify import broker as brokers
+
 APP = Path(__file__).with_name("celery") / "app.py"
+COMMAND_TIMEOUT = 60.0  # seconds; importing Celery on a busy machine takes several
+REPLY_TIMEOUT = 30.0  # seconds; who knows how many answers come does not wait that long
 POOLS = ["prefork", "threads", "solo", "gevent", "eventlet"]
 
 
@@ -46,14 +55,48 @@ class Cluster:
 
     def worker(self, pool: str = "prefork", **kwargs: Any) -> CeleryWorker:
         """Start a worker and wait until it consumes."""
-        config = kwargs.pop("config", {})
-        env = {
+        env = {**self.env(**kwargs.pop("config", {})), **kwargs.pop("env", {})}
+        return self._start(pool=pool, env=env, broker_url=self.broker_url, **kwargs)
+
+    def run(self, *command: str, stdin: str = "") -> str:
+        """Run a `celery` command to its end and return what it has written."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "tests.celery.app", *command],
+            cwd=REPOSITORY,
+            env=self.env(),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def env(self, **config: Any) -> dict[str, str]:
+        """Return the environment of a `celery` command, for this broker."""
+        return {
+            **os.environ,
+            "CELERY_BROKER_URL": self.broker_url,
+            "PYTHONUNBUFFERED": "1",
             self.tasks.RECORD_URL: self.database,
             self.tasks.OPTIONS: json.dumps(self.options),
             self.tasks.CONFIG: json.dumps(config),
-            **kwargs.pop("env", {}),
         }
-        return self._start(pool=pool, env=env, broker_url=self.broker_url, **kwargs)
+
+    def inspect(self, *workers: CeleryWorker) -> Any:
+        """Return Celery's Inspect of these workers: it waits until each has answered."""
+        names = [worker.name for worker in workers]
+        return self.tasks.app.control.inspect(destination=names, timeout=REPLY_TIMEOUT)
+
+    def tell(self, command: str, *workers: CeleryWorker, **arguments: Any) -> list[Any]:
+        """Send a control command to these workers and return their answers, in order."""
+        names = [worker.name for worker in workers]
+        answers = self.tasks.app.control.broadcast(
+            command, arguments, destination=names, reply=True, timeout=REPLY_TIMEOUT
+        )
+        found = {name: answer for part in answers for name, answer in part.items()}
+        return [found.get(name) for name in names]
 
     def sql(self, sql: str, *params: Any) -> list[tuple[Any, ...]]:
         """Run SQL on the test's own connection."""
@@ -100,9 +143,14 @@ class Cluster:
             self._connection.close()
 
     def close(self) -> None:
-        """Close what the test itself has opened."""
+        """Close what the test itself has opened, threads included."""
         self.tasks.app.close()
         self.disconnect()
+        name = self.database.rpartition("/")[2]
+        for options, broker in list(brokers._brokers.items()):
+            if options.target.params.get("dbname") == name:
+                del brokers._brokers[options]
+                broker.close()
 
 
 def _load_app(monkeypatch: pytest.MonkeyPatch, database: str) -> ModuleType:
@@ -128,6 +176,21 @@ def cluster(
     made = Cluster(database, broker_url, celery_worker, monkeypatch)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(
+    request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A broker for all tests of a module, whose workers end with the last of them."""
+    name = server.create_database()
+    url, folder = server.url(name), tmp_path_factory.mktemp("shared")
+    start_workers = contextmanager(inspect.unwrap(_celery_worker))
+    with pytest.MonkeyPatch.context() as monkeypatch, start_workers(request, folder) as start:
+        made = Cluster(url, server.url(name, scheme="pgnotify"), start, monkeypatch)
+        yield made
+        made.close()
+    server.drop_database(name)
 
 
 @pytest.fixture

@@ -44,10 +44,10 @@ WITH settings AS MATERIALIZED (
 ), declared AS (
     INSERT INTO {schema}.queues AS q
         (queue_name, durable, exclusive, auto_delete, arguments, message_ttl, expires,
-         max_priority, max_length, dead_letter_exchange, dead_letter_routing_key, declared_by,
-         expires_at)
+         max_priority, max_length, dead_letter_exchange, dead_letter_routing_key, name_prefix,
+         declared_by, expires_at)
     SELECT $1, $2::boolean, $3::boolean, $4::boolean, $5, $6::float8, $7::float8, $8::smallint,
-           $9::bigint, $10, $11, $12, now() + make_interval(secs => $7::float8)
+           $9::bigint, $10, $11, $12, $13, now() + make_interval(secs => $7::float8)
     FROM settings
     ON CONFLICT (queue_name) DO UPDATE
     SET durable = excluded.durable, exclusive = excluded.exclusive,
@@ -56,7 +56,8 @@ WITH settings AS MATERIALIZED (
         max_priority = excluded.max_priority, max_length = excluded.max_length,
         dead_letter_exchange = excluded.dead_letter_exchange,
         dead_letter_routing_key = excluded.dead_letter_routing_key,
-        declared_by = excluded.declared_by, expires_at = excluded.expires_at,
+        name_prefix = excluded.name_prefix, declared_by = excluded.declared_by,
+        expires_at = excluded.expires_at,
         -- Until its consumer listens (again) it gets rows.
         live = false
     -- A declaration that changes nothing writes nothing.

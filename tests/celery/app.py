@@ -15,10 +15,13 @@ from typing import Any
 import psycopg
 from celery import Celery, Task
 from celery.exceptions import Reject
+from kombu import Queue
+from kombu.common import Broadcast
 
 RECORD_URL = "PGNOTIFY_TEST_RECORD_URL"  # postgresql:// URL of the tables below
 OPTIONS = "PGNOTIFY_TEST_OPTIONS"  # JSON: broker_transport_options
 CONFIG = "PGNOTIFY_TEST_CONFIG"  # JSON: more of Celery's configuration
+BROADCAST = "PGNOTIFY_TEST_BROADCAST"  # an exchange whose messages go to every worker
 GATE_POLL = 0.02  # seconds between two looks at a gate
 
 TABLES = """
@@ -40,6 +43,8 @@ app.conf.update(
     worker_hijack_root_logger=False,
     **json.loads(os.environ.get(CONFIG, "{}")),
 )
+if exchange := os.environ.get(BROADCAST):
+    app.conf.task_queues = [Queue("celery"), Broadcast(exchange)]
 
 
 _kept = threading.local()
@@ -151,3 +156,27 @@ def publish_more(label: str, count: int) -> None:
     note(label, "done")
     for n in range(count):
         record.delay(f"{label}-{n}")
+
+
+@app.task(ignore_result=False)
+def add(x: Any, y: Any) -> Any:
+    """Return a result."""
+    return x + y
+
+
+@app.task(ignore_result=False)
+def total(numbers: list[Any]) -> Any:
+    """Sum up."""
+    return sum(numbers)
+
+
+@app.task(bind=True, ignore_result=False)
+def add_by_another(self: Task, x: int, y: int) -> Any:
+    """Let another task take this one's place."""
+    raise self.replace(add.s(x, y))
+
+
+@app.task(bind=True, ignore_result=False)
+def arguments(self: Task, *args: Any, **kwargs: Any) -> list[Any]:
+    """Return what has arrived, and how."""
+    return [list(args), kwargs, self.request.delivery_info["routing_key"], self.request.stamps]

@@ -36,6 +36,8 @@ CREATE TABLE {schema}.queues (
     -- x-dead-letter-exchange and -routing-key; bury sends there.
     dead_letter_exchange text,
     dead_letter_routing_key text,
+    -- What the names of its application begin with; bury has it for routing keys that are names.
+    name_prefix text NOT NULL DEFAULT '',
     -- When sweep_queues may delete it; NULL: never.  In no index, so that touch is a HOT update.
     expires_at timestamptz,
     -- Its consumer listens: what an exchange has for it travels as NOTIFY and not as a row
@@ -133,17 +135,22 @@ BEGIN ATOMIC
     WITH removed AS (
         DELETE FROM {schema}.tasks AS t WHERE t.task_id = ANY (ids) RETURNING t.*
     ), grave AS MATERIALIZED (
-        SELECT r.*, q.dead_letter_exchange AS dlx,
-               coalesce(q.dead_letter_routing_key, r.routing_key, r.task_name) AS dlk,
+        SELECT r.*, q.dead_letter_exchange AS dlx, q.name_prefix,
+               coalesce(q.dead_letter_routing_key, came.by_key) AS dlk,
                {schema}.died(r.deaths, r.task_name, why, coalesce(r.exchange_name, ''),
-                             coalesce(r.routing_key, r.task_name)) AS all_deaths
-        FROM removed AS r LEFT JOIN {schema}.queues AS q ON q.queue_name = r.task_name
+                             came.by_key) AS all_deaths
+        FROM removed AS r
+        LEFT JOIN {schema}.queues AS q ON q.queue_name = r.task_name
+        CROSS JOIN LATERAL (
+            -- By the default exchange: the queue's name, as its application knows it.
+            SELECT coalesce(r.routing_key, substr(r.task_name, length(coalesce(q.name_prefix, '')) + 1))
+        ) AS came (by_key)
     ), target AS MATERIALIZED (
         SELECT DISTINCT g.task_id, t.queue_name
         FROM grave AS g CROSS JOIN LATERAL (
             SELECT routed.queue_name FROM {schema}.route(g.dlx, g.dlk) AS routed
             UNION ALL
-            SELECT g.dlk WHERE g.dlx = ''
+            SELECT g.name_prefix || g.dlk WHERE g.dlx = ''
         ) AS t
         WHERE NOT EXISTS (
             SELECT FROM jsonb_array_elements(g.all_deaths) AS d WHERE d ->> 'queue' = t.queue_name
