@@ -130,6 +130,7 @@ class Channel(RoutingChannel):
             row, lease = rows[0], leases[0] if leases else None
             if not discarded(broker.keeper, row, lease, broker.options.max_attempts):
                 return row, lease
+            flush(broker.keeper)
 
     def _receive(self, row: Claimed, queue: str, lease: Lease | None) -> virtual.Message | None:
         """Make a Message of a claimed row; a row that cannot be one becomes a dead letter."""

@@ -15,7 +15,7 @@ from .consumers import Consumer, Watch
 from .errors import DatabaseUnavailable, StatementFailed
 from .keeper import Lease, Outcome
 from .live import LiveQueue, State
-from .qos import discarded
+from .qos import discarded, flush
 from .store import RELEASED, Claimed, channel_of
 from .topology import BOUND
 
@@ -371,11 +371,14 @@ class Consumption:
         else:
             # First hand over what came; then ask when to look again.
             watch.seen_empty = True
-        return [
+        fit = [
             (taker, row, lease)
             for row, lease in itertools.zip_longest(rows, leases)
             if not discarded(broker.keeper, row, lease, broker.options.max_attempts)
         ]
+        if len(fit) < len(rows):
+            flush(broker.keeper)
+        return fit
 
     def _give_back(self, lease: Lease | None) -> None:
         if lease is not None:

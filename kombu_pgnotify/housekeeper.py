@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 #: Seconds between two rounds; shorter where a queue in use lasts less than three of them.
 ROUND = 3.0
 
+#: … but not less than this, in seconds.
+SHORTEST_ROUND = 0.2
+
 #: Seconds between two sweeps by whoever comes first.
 SWEEP_EVERY = 5.0
 
@@ -175,7 +178,7 @@ class Housekeeper:
     def _end(self) -> bool:
         """Let go of the thread unless something came up meanwhile."""
         with self._lock:
-            if not self._closing and (self._in_use or not self._inbox.empty()):
+            if not self._inbox.empty() or (self._in_use and not self._closing):
                 return False
             self._thread = None
             return True
@@ -218,7 +221,8 @@ class Housekeeper:
             names = sorted(self._in_use)
         if names:
             lasting = self._topology.touch(names)
-            self._round = min([ROUND, *(seconds / 3 for seconds in lasting.values())])
+            soonest = min([ROUND, *(seconds / 3 for seconds in lasting.values())])
+            self._round = max(SHORTEST_ROUND, soonest)
             for name in names:
                 declaration = self._declarations.get(name)
                 if declaration is not None and name not in lasting:
@@ -242,7 +246,7 @@ class Housekeeper:
         """Clear away expired queues and messages."""
         for name in self._topology.expired_queues(_QUEUES_AT_A_TIME):
             logger.info("queue.expired queue=%r", name)
-            self._store.purge(name)
+            self._store.purge(name, expired_only=True)
             self._topology.sweep_queue(name)
         while self._store.sweep_messages():
             pass

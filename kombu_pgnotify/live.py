@@ -61,7 +61,7 @@ class LiveQueue:
         #: The channels to LISTEN on, besides the queue's own.
         self.channels: frozenset[str] = frozenset()
         self._schema = schema
-        self._bindings = 0
+        self._version = -1
         self._keys: dict[str, set[str]] = {}
         self._message_ttl = float("inf")
         self._heard: deque[tuple[str, str, float]] = deque(maxlen=MAILBOX)
@@ -79,7 +79,7 @@ class LiveQueue:
             self.state = State.ROWS
             return False
         before = self.channels
-        self._bindings, self._keys = len(bindings), {}
+        self._version, self._keys = bindings[0].version, {}
         for binding in bindings:
             channel = exchange_channel_of(self._schema, binding.exchange)
             self._keys.setdefault(channel, set()).add(binding.routing_key)
@@ -97,7 +97,7 @@ class LiveQueue:
         """
         if self.state is not State.LISTENING or not self.channels <= in_force:
             return False
-        live = topology.go_live(self.queue, self._bindings)
+        live = topology.go_live(self.queue, self._version)
         # Else it was bound or deleted meanwhile: learn anew.
         self.state = State.LIVE if live else State.NEW
         return live

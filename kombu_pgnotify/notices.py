@@ -1,15 +1,16 @@
 """Notices: a message that travels as the payload of a NOTIFY.
 
 Three lines: a heading (JSON: ``keys``, the binding keys it goes to; ``not``, the queues that
-have got it as a row instead; ``ttl``, seconds), then the envelope, then ``t`` and the body if
-it is ASCII, else ``b`` and the body in base64.  A message too big for a NOTIFY has ``#`` and
-the id of its row in place of the last two.
+have got it as a row instead; ``ttl``, seconds; ``n``, which makes equal ones differ), then the
+envelope, then ``t`` and the body if it is ASCII, else ``b`` and the body in base64.  A message
+too big for a NOTIFY has ``#`` and the id of its row in place of the last two.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 from typing import NamedTuple
 
 #: Bytes of message that a NOTIFY takes for sure, beside the heading (it takes less than 8000).
@@ -62,8 +63,13 @@ def parse(text: str) -> Notice:
         head = json.loads(heading)
         keys, excepted = frozenset(head["keys"]), frozenset(head["not"])
         ttl = None if head["ttl"] is None else float(head["ttl"])
+        if ttl is not None and not 0 <= ttl < math.inf:
+            raise ValueError("a time that cannot be")
         if rest.startswith(_ROW):
-            return Notice(keys, excepted, ttl, None, int(rest[1:]))
+            broadcast_id = int(rest[1:])
+            if not 0 < broadcast_id < 2**63:
+                raise ValueError("an id that no row can have")
+            return Notice(keys, excepted, ttl, None, broadcast_id)
         envelope, _, body = rest.partition("\n")
         if body[:1] == _TEXT:
             payload = body[1:].encode()
@@ -71,6 +77,13 @@ def parse(text: str) -> Notice:
             payload = base64.b64decode(body[1:], validate=True)
         else:
             raise ValueError("no body")
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as exc:
         raise Garbage(f"{type(exc).__name__}: {exc}") from exc
     return Notice(keys, excepted, ttl, (envelope, payload), 0)

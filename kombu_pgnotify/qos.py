@@ -174,7 +174,10 @@ def flush(keeper: LeaseKeeper) -> None:
 def discarded(
     keeper: LeaseKeeper, row: Claimed, lease: Lease | None, max_attempts: int | None
 ) -> bool:
-    """Settle a message that nobody may get any more: it is too old, or was delivered too often."""
+    """Note a message that nobody may get any more: it is too old, or was delivered too often.
+
+    The caller flushes.
+    """
     if lease is None:
         return False
     if row.expired:
@@ -190,5 +193,4 @@ def discarded(
         keeper.settle(lease, Outcome.DEAD_LETTERED, ATTEMPTS_USED_UP)
     else:
         return False
-    flush(keeper)
     return True

@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from . import notices
 from .claims import Ranges
 from .database import Database
+from .errors import PgnotifyError
 from .session import Call, Rows
+
+logger = logging.getLogger(__name__)
 
 #: Runs one call and returns its rows.
 Run: TypeAlias = Callable[[Call], Rows]
@@ -161,7 +165,7 @@ class MessageStore:
                 calls.append(self._inserting([(key, message) for _, (_, key, message) in rows]))
                 places.append(-1)
             else:
-                calls += [self._routing(*item) for _, item in rows]
+                calls += [self._routing(*item, number=place) for place, item in rows]
                 places += [place for place, _ in rows]
         routed: list[Routed | None] = [None] * len(items)
         queues = {key for exchange, key, _ in items if not exchange}
@@ -277,11 +281,15 @@ class MessageStore:
         """Count the messages nobody holds, up to `stop_at`."""
         return int(self._database.run((self._statements["queue_size"], (queue, stop_at)))[0][0][0])
 
-    def purge(self, queue: str) -> int:
-        """Delete the messages nobody holds; return how many."""
+    def purge(self, queue: str, *, expired_only: bool = False) -> int:
+        """Delete the messages nobody holds; return how many.
+
+        Arguments:
+            expired_only: only if nobody has used the queue for as long as it lasts.
+        """
         total = 0
         while True:
-            rows = self._database.run((self._statements["purge"], (queue, _CHUNK)))[0]
+            rows = self._database.run((self._statements["purge"], (queue, _CHUNK, expired_only)))[0]
             total += int(rows[0][0])
             if int(rows[0][0]) < _CHUNK:
                 return total
@@ -302,26 +310,41 @@ class MessageStore:
         )
         return self._statements["publish_many"], columns
 
-    def _routing(self, exchange: str, routing_key: str, message: Outgoing) -> Call:
-        """Return the call that writes a message to wherever an exchange has it go."""
+    def _routing(self, exchange: str, routing_key: str, message: Outgoing, number: int = 0) -> Call:
+        """Return the call that writes a message to wherever an exchange has it go.
+
+        Arguments:
+            number: no other call of the transaction has it.
+        """
         carried = notices.carry(message.envelope, message.payload)
         channel = exchange_channel_of(self._options.schema, exchange)
-        params = (exchange, routing_key, *self._row(message), carried, channel)
+        params = (exchange, routing_key, *self._row(message), carried, channel, number)
         return self._statements["publish_routed"], params
+
+    # What follows a commit must not fail: the caller would take it that nothing was written.
 
     def _announce(self, queues: Sequence[str], what: str) -> None:
         if hints := self._announcements(queues, what):
-            self._database.run(hints=hints)
+            try:
+                self._database.run(hints=hints)
+            except PgnotifyError as exc:
+                logger.warning("announce.failed polls will find it: %s", exc)
 
     def _trim(self, queues: Sequence[str]) -> None:
         for queue in queues:
-            self._bury((self._statements["trim"], (queue,)))
+            turn = (self._statements["trim_turn"], (queue, self._options.schema))
+            try:
+                self._bury(turn, (self._statements["trim"], (queue,)))
+            except PgnotifyError as exc:
+                logger.warning("trim.failed queue=%r the next message tries again: %s", queue, exc)
 
-    def _bury(self, call: Call) -> set[int]:
-        """Run one of the burying statements; return the ids, and announce where they went."""
-        rows = self._database.run(call)[0]
-        self._announce(sorted({queue for _, queue in rows if queue is not None}), PUBLISHED)
-        return {task_id for task_id, _ in rows if task_id is not None}
+    def _bury(self, *calls: Call) -> set[int]:
+        """Run calls of which the last buries; return the ids, and announce where they went."""
+        rows = self._database.run(*calls)[-1]
+        moved = {queue: limited for _, queue, limited in rows if queue is not None}
+        self._announce(sorted(moved), PUBLISHED)
+        self._trim(sorted(queue for queue, limited in moved.items() if limited))
+        return {task_id for task_id, _, _ in rows if task_id is not None}
 
     def _row(self, message: Outgoing) -> tuple[object, ...]:
         return (

@@ -42,6 +42,8 @@ class Binding(NamedTuple):
     routing_key: str
     exchange_type: str
     message_ttl: float | None
+    #: The queue's, see :meth:`Topology.go_live`.
+    version: int
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ class Topology:
 
     def delete_exchange(self, name: str, *, if_unused: bool = False) -> None:
         """Delete an exchange and its bindings, but none of the queues."""
-        self._run("delete_exchange", name, if_unused)
+        for (queue,) in self._run("delete_exchange", name, if_unused):
+            self.announce_bound(queue)
 
     def declare_queue(self, queue: Queue, declared_by: str) -> None:
         """Declare a queue; a declaration that says otherwise than the last one wins.
@@ -171,14 +174,16 @@ class Topology:
             queue.dead_letter_routing_key,
             queue.name_prefix,
         )
-        replaced = self._run("declare_queue", *columns, declared_by)
-        if replaced:
-            logger.warning(
-                "queue.redeclared queue=%r arguments=%s were %s",
-                queue.name,
-                queue.arguments,
-                replaced[0][0],
-            )
+        for replaced, was_live in self._run("declare_queue", *columns, declared_by):
+            if replaced != queue.arguments:
+                logger.warning(
+                    "queue.redeclared queue=%r arguments=%s were %s",
+                    queue.name,
+                    queue.arguments,
+                    replaced,
+                )
+            if was_live:
+                self.announce_bound(queue.name)
 
     def has_queue(self, name: str) -> bool:
         """True if a queue was declared, or holds messages all the same."""
@@ -203,7 +208,8 @@ class Topology:
 
     def unbind(self, queue: str, exchange: str, routing_key: str) -> None:
         """Remove one binding."""
-        self._run("unbind", queue, exchange, routing_key)
+        if self._run("unbind", queue, exchange, routing_key)[0][0]:
+            self.announce_bound(queue)
 
     def bindings(self) -> list[tuple[str, str, str]]:
         """Return ``(queue, exchange, routing key)`` of every binding."""
@@ -213,9 +219,9 @@ class Topology:
         """Return by what a queue may hear directly; empty if it may not."""
         return [Binding(*row) for row in self._run("bindings_of", queue)]
 
-    def go_live(self, queue: str, bindings: int) -> bool:
+    def go_live(self, queue: str, version: int) -> bool:
         """Have exchanges tell a queue directly; False if its bindings have changed meanwhile."""
-        return bool(self._run("go_live", queue, bindings))
+        return bool(self._run("go_live", queue, version))
 
     def end_live(self, queue: str) -> None:
         """Have exchanges write rows for a queue again."""
@@ -274,7 +280,8 @@ def _number(
     value = given.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole:
         raise _unfit(queue, name, f"must be a whole number, not {value!r}")
     if not lowest <= value <= highest:
         raise _unfit(queue, name, f"must be {lowest} to {highest}, not {value!r}")

@@ -68,7 +68,8 @@ WHERE max_length IS NOT NULL;
 -- name: publish_routed
 -- Writes one message into every queue that exchange $1 has for routing key $2, but for live
 -- queues: theirs goes on channel $11 within this transaction ($10: the message as text, NULL if it
--- is too big, then a row that the NOTIFY names).  $3 to $9 as publish's $2 to $8.
+-- is too big, then a row that the NOTIFY names; $12: its number within the transaction).
+-- $3 to $9 as publish's $2 to $8.
 -- A live queue is named by its binding key; one that may go live and had not when this
 -- statement looked is excepted, since it has got a row.
 WITH settings AS MATERIALIZED (
@@ -77,12 +78,16 @@ WITH settings AS MATERIALIZED (
     SELECT q.queue_name, q.live, q.max_priority, q.message_ttl, q.max_length, r.binding_key,
            q.exclusive AND NOT q.live AS excepted
     FROM settings CROSS JOIN {schema}.route($1, $2) AS r
-    JOIN {schema}.queues AS q ON q.queue_name = r.queue_name
+    -- One by one: they are few, and the planner must not read all queues instead.
+    CROSS JOIN LATERAL (SELECT * FROM {schema}.queues AS q
+                        WHERE q.queue_name = r.queue_name OFFSET 0) AS q
 ), heading AS MATERIALIZED (
     SELECT json_build_object(
                'keys', json_agg(DISTINCT binding_key) FILTER (WHERE live),
                'not', coalesce(json_agg(DISTINCT queue_name) FILTER (WHERE excepted), '[]'),
-               'ttl', $5::float8)::text AS line
+               'ttl', $5::float8,
+               -- NOTIFY folds equal payloads of one transaction into one.
+               'n', $12::int)::text AS line
     FROM matched
     HAVING bool_or(live)
        -- Else there are too many keys for a NOTIFY, and live queues get rows too.
@@ -285,7 +290,7 @@ RETURNING task_id;
 -- Takes the messages $1 (deliveries $2, to worker $3, if given) out of circulation for the reason
 -- $4, and keeps them in dead_letters if $5 says so and their queue has no dead letter exchange.  Returns the ids
 -- of those whose fence held, and the queues that got something.
-SELECT buried, moved_to
+SELECT buried, moved_to, limited
 FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
 CROSS JOIN LATERAL {schema}.bury(ARRAY(
     SELECT t.task_id
@@ -296,9 +301,13 @@ CROSS JOIN LATERAL {schema}.bury(ARRAY(
     FOR UPDATE OF t
 ), $4, $5::boolean);
 
+-- name: trim_turn
+-- Lets one at a time trim queue $1 of schema $2: before the statement that looks how much there is.
+SELECT pg_advisory_xact_lock(hashtextextended($2 || '.' || $1, 0));
+
 -- name: trim
 -- Takes what queue $1 has beyond its x-max-length from its head, for the reason maxlen.
-SELECT buried, moved_to
+SELECT buried, moved_to, limited
 FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
 CROSS JOIN LATERAL {schema}.bury(ARRAY(
     SELECT task_id
@@ -316,7 +325,7 @@ CROSS JOIN LATERAL {schema}.bury(ARRAY(
 
 -- name: sweep_messages
 -- Takes up to $1 messages that have outlived their time out of circulation.
-SELECT buried, moved_to
+SELECT buried, moved_to, limited
 FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
 CROSS JOIN LATERAL {schema}.bury(ARRAY(
     SELECT task_id
@@ -392,8 +401,13 @@ FROM (
 ) AS waiting;
 
 -- name: purge
--- Deletes up to $2 messages of queue $1 that nobody holds, and counts them.
-WITH free AS MATERIALIZED (
+-- Deletes up to $2 messages of queue $1 that nobody holds, and counts them; with $3 only if
+-- the queue has expired.
+WITH expired AS MATERIALIZED (
+    -- Locked, so that nobody uses it again meanwhile.
+    SELECT FROM {schema}.queues WHERE $3::boolean AND queue_name = $1 AND expires_at < now()
+    FOR NO KEY UPDATE
+), free AS MATERIALIZED (
     SELECT task_id
     FROM (
         SELECT task_id
@@ -414,6 +428,7 @@ WITH free AS MATERIALIZED (
               LIMIT $2::int
               FOR UPDATE SKIP LOCKED) AS held
     ) AS candidate
+    WHERE NOT $3::boolean OR EXISTS (SELECT FROM expired)
     LIMIT $2::int
 ), purged AS (
     DELETE FROM {schema}.tasks

@@ -26,21 +26,35 @@ SELECT exchange_type FROM {schema}.exchanges WHERE exchange_name = $1;
 SELECT exchange_name FROM {schema}.exchanges ORDER BY exchange_name;
 
 -- name: delete_exchange
--- Deletes exchange $1 with its bindings; with $2 only if it has none.
-DELETE FROM {schema}.exchanges AS e
-WHERE exchange_name = $1
-  AND NOT ($2::boolean
-           AND EXISTS (SELECT FROM {schema}.bindings AS b WHERE b.exchange_name = e.exchange_name));
+-- Deletes exchange $1 with its bindings; with $2 only if it has none.  Returns the live queues
+-- that were bound to it: they get rows until their consumers have learnt of that.
+WITH bound AS MATERIALIZED (
+    SELECT DISTINCT queue_name FROM {schema}.bindings WHERE exchange_name = $1
+), deleted AS (
+    DELETE FROM {schema}.exchanges
+    WHERE exchange_name = $1 AND NOT ($2::boolean AND EXISTS (SELECT FROM bound))
+    RETURNING 1
+), told AS (
+    UPDATE {schema}.queues AS q SET live = false, binding_version = binding_version + 1
+    FROM (SELECT queue_name, live AS was_live FROM {schema}.queues
+          WHERE queue_name IN (SELECT queue_name FROM bound) AND EXISTS (SELECT FROM deleted)
+          ORDER BY queue_name FOR NO KEY UPDATE) AS locked
+    WHERE q.queue_name = locked.queue_name
+    RETURNING q.queue_name, was_live
+)
+SELECT queue_name FROM told WHERE was_live;
 
 -- name: declare_queue
--- Declares queue $1; the last declaration wins, and the arguments it replaced are returned.
+-- Declares queue $1; the last declaration wins.  Returns what it changed: the arguments it
+-- replaced, and whether the queue was live.
 -- One consumer's own does not wait for the disk: should the server crash, it declares it again.
 WITH settings AS MATERIALIZED (
     SELECT set_config('synchronous_commit',
                       CASE WHEN $3::boolean THEN 'off'
                            ELSE current_setting('synchronous_commit') END, true)
 ), before AS MATERIALIZED (
-    SELECT q.arguments FROM settings CROSS JOIN {schema}.queues AS q WHERE q.queue_name = $1
+    SELECT q.arguments, q.live FROM settings CROSS JOIN {schema}.queues AS q
+    WHERE q.queue_name = $1
 ), declared AS (
     INSERT INTO {schema}.queues AS q
         (queue_name, durable, exclusive, auto_delete, arguments, message_ttl, expires,
@@ -67,13 +81,18 @@ WITH settings AS MATERIALIZED (
                             excluded.arguments)
     RETURNING 1
 )
-SELECT arguments FROM before WHERE arguments <> $5 AND EXISTS (SELECT FROM declared);
+SELECT arguments, live FROM before WHERE EXISTS (SELECT FROM declared);
 
 -- name: has_queue
 -- Says whether queue $1 was declared, or holds messages all the same.
 SELECT EXISTS (SELECT FROM {schema}.queues WHERE queue_name = $1)
-    OR EXISTS (SELECT FROM {schema}.tasks WHERE task_name = $1 AND available_at IS NULL)
-    OR EXISTS (SELECT FROM {schema}.tasks WHERE task_name = $1 AND available_at IS NOT NULL);
+    -- Not EXISTS, for which the planner drops the order and may read the whole table.
+    OR (SELECT true FROM {schema}.tasks
+        WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+        ORDER BY rank, task_id LIMIT 1) IS NOT NULL
+    OR (SELECT true FROM {schema}.tasks
+        WHERE task_name = $1 AND available_at IS NOT NULL
+        ORDER BY available_at LIMIT 1) IS NOT NULL;
 
 -- name: delete_queue
 -- Forgets queue $1 and its bindings.
@@ -85,30 +104,49 @@ WHERE queue_name = $1
 
 -- name: bind
 -- Binds queue $1 to exchange $2 by the routing key $3 (as a pattern: $4); it gets rows until its
--- consumer listens to that exchange too.  Says which of the two is missing, if any.
-WITH present AS MATERIALIZED (
-    SELECT EXISTS (SELECT FROM {schema}.queues WHERE queue_name = $1) AS queue,
+-- consumer listens to that exchange too.  Says which of the two is missing, if any, and whether
+-- the queue was live.
+WITH found AS MATERIALIZED (
+    -- The exchange before the queue, as delete_exchange locks them.
+    SELECT FROM {schema}.exchanges WHERE exchange_name = $2 FOR KEY SHARE
+), locked AS MATERIALIZED (
+    SELECT live, exclusive FROM {schema}.queues
+    WHERE queue_name = $1 AND (SELECT count(*) FROM found) >= 0
+    FOR NO KEY UPDATE
+), present AS MATERIALIZED (
+    SELECT EXISTS (SELECT FROM locked) AS queue, EXISTS (SELECT FROM found) AS exchange,
            -- As declare_queue: without waiting for the disk where it is one consumer's own.
            set_config('synchronous_commit',
-                      coalesce((SELECT 'off' FROM {schema}.queues
-                                WHERE queue_name = $1 AND exclusive),
-                               current_setting('synchronous_commit')), true) AS settings,
-           EXISTS (SELECT FROM {schema}.exchanges WHERE exchange_name = $2) AS exchange
+                      coalesce((SELECT 'off' FROM locked WHERE exclusive),
+                               current_setting('synchronous_commit')), true) AS settings
 ), bound AS (
     INSERT INTO {schema}.bindings (queue_name, exchange_name, routing_key, pattern)
     SELECT $1, $2, $3, $4 FROM present WHERE queue AND exchange
     ON CONFLICT DO NOTHING
     RETURNING 1
 ), silenced AS (
-    UPDATE {schema}.queues SET live = false
-    WHERE queue_name = $1 AND live AND EXISTS (SELECT FROM bound)
+    UPDATE {schema}.queues SET live = false, binding_version = binding_version + 1
+    WHERE queue_name = $1 AND EXISTS (SELECT FROM bound)
     RETURNING 1
 )
-SELECT queue, exchange, (SELECT count(*) FROM silenced) FROM present;
+SELECT queue, exchange,
+       EXISTS (SELECT FROM silenced) AND coalesce((SELECT live FROM locked), false)
+FROM present;
 
 -- name: unbind
--- Removes the binding of queue $1 to exchange $2 by the routing key $3.
-DELETE FROM {schema}.bindings WHERE queue_name = $1 AND exchange_name = $2 AND routing_key = $3;
+-- Removes the binding of queue $1 to exchange $2 by the routing key $3; says whether it was live.
+WITH locked AS MATERIALIZED (
+    SELECT live FROM {schema}.queues WHERE queue_name = $1 FOR NO KEY UPDATE
+), unbound AS (
+    DELETE FROM {schema}.bindings
+    WHERE queue_name = $1 AND exchange_name = $2 AND routing_key = $3
+    RETURNING 1
+), silenced AS (
+    UPDATE {schema}.queues SET live = false, binding_version = binding_version + 1
+    WHERE queue_name = $1 AND EXISTS (SELECT FROM unbound)
+    RETURNING 1
+)
+SELECT EXISTS (SELECT FROM silenced) AND coalesce((SELECT live FROM locked), false);
 
 -- name: list_bindings
 -- Lists every binding.
@@ -119,18 +157,18 @@ ORDER BY exchange_name, routing_key, queue_name;
 -- name: bindings_of
 -- Says by what a queue may hear directly, if it is one consumer's own and passing: its bindings,
 -- the exchanges' types, and how long its messages last.
-SELECT b.exchange_name, b.routing_key, e.exchange_type, q.message_ttl
+SELECT b.exchange_name, b.routing_key, e.exchange_type, q.message_ttl, q.binding_version
 FROM {schema}.queues AS q
 JOIN {schema}.bindings AS b ON b.queue_name = q.queue_name
 JOIN {schema}.exchanges AS e ON e.exchange_name = b.exchange_name
 WHERE q.queue_name = $1 AND q.exclusive AND q.auto_delete AND NOT q.durable;
 
 -- name: go_live
--- From now on exchanges tell queue $1 directly, if it has still the $2 bindings its consumer knows.
+-- From now on exchanges tell queue $1 directly, if its bindings are still those of version $2.
+-- Counting them would not do (after waiting for whoever binds, only the row is read anew).
 UPDATE {schema}.queues
 SET live = true
-WHERE queue_name = $1 AND exclusive AND auto_delete AND NOT durable
-  AND (SELECT count(*) FROM {schema}.bindings AS b WHERE b.queue_name = $1) = $2::int
+WHERE queue_name = $1 AND exclusive AND auto_delete AND NOT durable AND binding_version = $2::bigint
 RETURNING 1;
 
 -- name: end_live
@@ -162,8 +200,16 @@ WITH gone AS (
     RETURNING queue_name
 )
 DELETE FROM {schema}.tasks
-WHERE task_name = $1 AND EXISTS (SELECT FROM gone)
-  AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
+WHERE EXISTS (SELECT FROM gone)
+  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+  AND task_id = ANY (ARRAY(
+    (SELECT task_id FROM {schema}.tasks
+     WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+     ORDER BY rank, task_id)
+    UNION ALL
+    (SELECT task_id FROM {schema}.tasks
+     WHERE task_name = $1 AND available_at IS NOT NULL
+     ORDER BY available_at)));
 
 -- name: claim_chore
 -- Takes on the sweep for everybody, unless somebody did in the last $1 seconds or is at it.
@@ -184,8 +230,13 @@ SELECT queue_name FROM {schema}.queues WHERE expires_at < now() ORDER BY expires
 -- Deletes queue $1, unless somebody uses it again or still holds one of its messages.
 DELETE FROM {schema}.queues
 WHERE queue_name = $1 AND expires_at < now()
-  AND NOT EXISTS (SELECT FROM {schema}.tasks WHERE task_name = $1 AND available_at IS NULL)
-  AND NOT EXISTS (SELECT FROM {schema}.tasks WHERE task_name = $1 AND available_at IS NOT NULL);
+  -- As in has_queue.
+  AND (SELECT true FROM {schema}.tasks
+       WHERE task_name = $1 AND available_at IS NULL AND (rank, task_id) > (-1, 0)
+       ORDER BY rank, task_id LIMIT 1) IS NULL
+  AND (SELECT true FROM {schema}.tasks
+       WHERE task_name = $1 AND available_at IS NOT NULL
+       ORDER BY available_at LIMIT 1) IS NULL;
 
 -- name: sweep_broadcasts
 -- Deletes the messages for live queues that have been there for $1 seconds.

@@ -109,6 +109,21 @@ def sql(database: str) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
 
 
 @pytest.fixture
+def role(server: Server, database_name: str) -> Iterator[str]:
+    """A role that may do nothing but log in."""
+    name = f"role_{uuid.uuid4().hex[:8]}"
+    server.run_sql(f"CREATE ROLE {name} LOGIN")
+    yield name
+    server.run_sql(f"DROP OWNED BY {name}", database_name)
+    server.run_sql(f"DROP ROLE {name}")
+
+
+@pytest.fixture
+def role_url(server: Server, database_name: str, role: str) -> str:
+    return server.url(database_name, user=role)
+
+
+@pytest.fixture
 def queue() -> str:
     return f"queue-{uuid.uuid4().hex[:8]}"
 

@@ -24,6 +24,7 @@ from kombu_pgnotify.errors import (
     PgnotifyError,
     StatementFailed,
 )
+from kombu_pgnotify.store import Fence, Outgoing
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -90,8 +91,6 @@ def test_a_row_locked_by_somebody_does_not_hold_an_acknowledgement_for_ever(
     broker = make_broker(statement_timeout=0.2)
     broker.store.publish("queue", Outgoing("{}", b""))
     (row,) = broker.store.claim("queue", ([-1], [0], [32767]), 1, "me")
-    from kombu_pgnotify.store import Fence
-
     with psycopg.connect(database) as other:
         other.execute("SELECT FROM pgnotify.tasks FOR UPDATE")
         with pytest.raises(DatabaseUnavailable, match="statement_timeout"):
@@ -153,9 +152,9 @@ def test_a_session_interrupted_in_its_wait_is_not_used_again(
 def test_calls_are_one_transaction_and_hints_follow_in_their_own(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known, store = broker.database.statements, broker.store
-    bad = (known["publish"], ("queue", 999, None, "{}", b"", "on"))
-    good = (known["publish"], ("queue", 0, None, "{}", b"", "on"))
+    store = broker.store
+    bad = store._inserting([("queue", Outgoing("{}", b"", priority=-1))])
+    good = store._inserting([("queue", Outgoing("{}", b""))])
     with pytest.raises(StatementFailed):
         broker.database.run(good, bad, good)
     assert store.size("queue") == 0
@@ -163,7 +162,8 @@ def test_calls_are_one_transaction_and_hints_follow_in_their_own(
     assert store.size("queue") == 3
     assert "announce.failed" in caplog.text
     # A statement whose first use failed is prepared all the same.
-    assert broker.database.run(good)[0]
+    assert broker.database.run(good) == [[]]
+    assert store.size("queue") == 4
 
 
 def test_connections_that_the_server_has_closed_are_replaced_silently(

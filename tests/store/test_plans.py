@@ -34,14 +34,51 @@ FROM (VALUES ('leased', 0, {leased}), ('ready', 1, {ready}), ('future', 2, {futu
 ORDER BY place, n
 """
 
+BINDINGS, FEW, EXPIRING = 6_000, 20, 100
+
+#: A direct, a topic and a fanout exchange among others; `few` is a fanout exchange with FEW queues.
+FILL_TOPOLOGY = """
+INSERT INTO pgnotify.exchanges
+VALUES ('direct', 'direct', true), ('topic', 'topic', true), ('fanout', 'fanout', true),
+       ('few', 'fanout', true);
+INSERT INTO pgnotify.queues (queue_name, durable, exclusive, auto_delete, arguments, declared_by,
+                             message_ttl, expires_at)
+SELECT 'queue' || n, n > 10, n <= 10, n <= 10, '{{}}', 'me', n, now() + n * interval '1 h'
+FROM generate_series(1, {bindings}) AS n;
+INSERT INTO pgnotify.bindings (exchange_name, routing_key, queue_name, pattern)
+SELECT exchange, 'key.' || n, 'queue' || n, '^\\.key\\.' || n || '$'
+FROM (VALUES ('direct', {bindings}), ('topic', {few}), ('few', {few}), ('fanout', {few}))
+         AS exchanges (exchange, count),
+     LATERAL generate_series(1, count) AS n;
+UPDATE pgnotify.tasks SET expires_at = now() - interval '1 h' WHERE task_id % 1000 = 999;
+INSERT INTO pgnotify.broadcasts (envelope, payload)
+SELECT '{{}}', 'x' FROM generate_series(1, {bindings})
+"""
+
 #: The columns of the statements' parameters, for EXPLAIN EXECUTE.
 TYPES = {
     "claim": "text, smallint[], bigint[], smallint[], int, text, float8",
     "take": "text, smallint[], bigint[], smallint[], int",
-    "acknowledge": "bigint[], int[]",
-    "renew": "bigint[], int[], float8",
-    "release": "bigint[], int[], int",
-    "dead_letter": "bigint[], int[], text",
+    "acknowledge": "bigint[], int[], text",
+    "acknowledge_again": "bigint[], int[], text",
+    "renew": "bigint[], int[], text, float8",
+    "release": "bigint[], int[], text, int",
+    "bury": "bigint[], int[], text, text, boolean",
+    "disown": "text, text, bigint[], int",
+    "publish": "text, smallint, text, float8, boolean, text, text, bytea, boolean",
+    "publish_many": "text[], smallint[], timestamptz[], float8[], boolean, text, text[], bytea[],"
+    " boolean[]",
+    "publish_routed": "text, text, smallint, text, float8, boolean, text, text, bytea, text, text",
+    "broadcast": "bigint",
+    "trim": "text",
+    "sweep_messages": "int",
+    "bindings_of": "text",
+    "go_live": "text, int",
+    "end_live": "text",
+    "touch": "text[], float8",
+    "abandon": "text, text",
+    "sweep_queue": "text",
+    "has_queue": "text",
     "promote": "text, int",
     "next_look": "text",
     "queue_size": "text, bigint",
@@ -49,6 +86,8 @@ TYPES = {
 }
 
 EVERYTHING = "'{-1}', '{0}', '{32767}'"
+
+TABLES = [f"pgnotify.{name}" for name in ("tasks", "queues", "exchanges", "bindings", "broadcasts")]
 
 
 class Plan:
@@ -69,12 +108,21 @@ class Plan:
 
     @property
     def seq_scans(self) -> set[str]:
-        return {n["Relation Name"] for n in self.nodes if n["Node Type"] == "Seq Scan"}
+        scans = [node for node in self.nodes if node["Node Type"] == "Seq Scan"]
+        # What is never executed reads nothing.
+        return {scan["Relation Name"] for scan in scans if scan["Actual Loops"]}
 
     @property
     def buffers(self) -> int:
         top = self.tree["Plan"]
         return int(top["Shared Hit Blocks"] + top["Shared Read Blocks"])
+
+    def rows_of(self, table: str) -> float:
+        return sum(
+            (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+            for node in self.nodes
+            if node.get("Relation Name") == table and node["Node Type"] != "ModifyTable"
+        )
 
     def rows_read_from(self, index: str) -> float:
         return sum(
@@ -98,9 +146,11 @@ def filled(server: Server) -> Iterator[str]:
     broker.close()
     with psycopg.connect(server.url(name), autocommit=True) as connection:
         # The statistics are part of what is tested.
-        connection.execute("ALTER TABLE pgnotify.tasks SET (autovacuum_enabled = off)")
+        for table in TABLES:
+            connection.execute(f"ALTER TABLE {table} SET (autovacuum_enabled = off)".encode())
         fill = FILL.format(queues=QUEUES, leased=LEASED, ready=READY, future=FUTURE)
         connection.execute(fill.encode())
+        connection.execute(FILL_TOPOLOGY.format(bindings=BINDINGS, few=FEW).encode())
     yield server.url(name)
     server.drop_database(name)
 
@@ -110,15 +160,14 @@ def connection(request: pytest.FixtureRequest, filled: str) -> Iterator[psycopg.
     """A connection whose changes are undone, statistics included."""
     with psycopg.connect(filled) as connection:
         if request.param == "with statistics":
-            connection.execute("ANALYZE pgnotify.tasks")
+            connection.execute(f"ANALYZE {', '.join(TABLES)}".encode())
         yield connection
         connection.rollback()
 
 
-@pytest.fixture(params=["force_generic_plan", "force_custom_plan", "auto"])
-def explain(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) -> Explain:
+@pytest.fixture
+def explain_auto(connection: psycopg.Connection[Any]) -> Explain:
     """A function that explains a statement of ours, as it runs prepared."""
-    connection.execute(f"SET LOCAL plan_cache_mode = {request.param}".encode())
     prepared: set[str] = set()
 
     def run(name: str, arguments: str) -> Plan:
@@ -134,6 +183,15 @@ def explain(request: pytest.FixtureRequest, connection: psycopg.Connection[Any])
         return Plan(trees[0])
 
     return run
+
+
+@pytest.fixture(params=["force_generic_plan", "force_custom_plan", "auto"])
+def explain(
+    request: pytest.FixtureRequest, connection: psycopg.Connection[Any], explain_auto: Explain
+) -> Explain:
+    """The same with either kind of plan, whichever the server would choose."""
+    connection.execute(f"SET LOCAL plan_cache_mode = {request.param}".encode())
+    return explain_auto
 
 
 @pytest.mark.parametrize("name", ["claim", "take"])
@@ -170,7 +228,13 @@ def test_a_claim_of_an_empty_queue_reads_next_to_nothing(explain: Explain) -> No
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("acknowledge", ""), ("renew", ", 60"), ("release", ", 1"), ("dead_letter", ", 'why'")],
+    [
+        ("acknowledge", "'somebody'"),
+        ("acknowledge_again", "'somebody'"),
+        ("renew", "NULL, 60"),
+        ("release", "'somebody', 1"),
+        ("bury", "NULL, 'why', true"),
+    ],
 )
 def test_settling_finds_its_rows_by_the_primary_key(
     explain: Explain, connection: psycopg.Connection[Any], name: str, extra: str
@@ -181,12 +245,20 @@ def test_settling_finds_its_rows_by_the_primary_key(
     ids = ",".join(str(row[0]) for row in rows)
     deliveries = ",".join("1" for _ in rows)
     for _ in range(7):
-        plan = explain(name, f"'{{{ids}}}', '{{{deliveries}}}'{extra}")
+        plan = explain(name, f"'{{{ids}}}', '{{{deliveries}}}', {extra}")
     assert plan.seq_scans <= {"migrations"}
     assert plan.indexes & {"tasks_ready", "tasks_due"} == set()
     # Each row is found, changed and seen again in the versions that were undone.
     assert plan.rows_read_from("tasks_pkey") <= 50 * 10
     assert plan.buffers < 3000
+
+
+def test_what_was_leased_unknown_is_looked_for_at_the_head_of_its_queue(explain: Explain) -> None:
+    for _ in range(7):
+        plan = explain("disown", "'queue1', 'nobody', '{1,2,3}', 1000")
+    assert plan.seq_scans == set()
+    assert plan.rows_read_from("tasks_ready") <= 1000
+    assert plan.rows_read_from("tasks_pkey") <= 1000
 
 
 def test_promote_reads_what_is_due_and_nothing_else(explain: Explain) -> None:
@@ -217,9 +289,81 @@ def test_the_size_of_an_empty_queue_is_found_without_reading_the_others(
 
 def test_purging_an_empty_queue_reads_none_of_the_others(explain: Explain) -> None:
     for _ in range(7):
-        plan = explain("purge", "'empty', 1000")
+        plan = explain("purge", "'empty', 1000, false")
     assert plan.seq_scans == set()
     assert plan.buffers < 60
+
+
+MESSAGE = "0::smallint, NULL, NULL, false, 'off', '{}', 'x'"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key", "read"),
+    [("direct", "key.5000", 1), ("topic", "key.5", FEW), ("few", "any", FEW), ("none", "key.1", 0)],
+)
+def test_an_exchange_finds_its_bindings_by_the_primary_key(
+    explain_auto: Explain, exchange: str, key: str, read: int
+) -> None:
+    for _ in range(7):
+        arguments = f"'{exchange}', '{key}', {MESSAGE}, NULL, 'channel', 0"
+        plan = explain_auto("publish_routed", arguments)
+    assert plan.indexes <= {"bindings_pkey", "queues_pkey", "exchanges_pkey"}
+    # One more is looked at to see whether the exchange has any.
+    assert plan.rows_of("bindings") <= read + 1
+    assert plan.rows_of("queues") <= read
+    assert plan.buffers < 60 + 20 * read
+
+
+def test_a_publish_reads_its_queue_and_nothing_else(explain: Explain) -> None:
+    for _ in range(7):
+        plan = explain("publish", f"'queue5000', {MESSAGE}, true")
+        many = explain(
+            "publish_many",
+            "'{queue5000,queue1}', '{0,1}', '{NULL,NULL}', '{NULL,NULL}', false, 'off',"
+            " '{e,e}', '{x,x}', '{true,false}'",
+        )
+    assert plan.seq_scans == many.seq_scans == set()
+    assert plan.indexes == {"queues_pkey"}
+    assert plan.rows_read_from("queues_pkey") <= 2
+    assert many.rows_read_from("queues_pkey") <= 4
+    assert many.buffers < 150
+
+
+def test_what_has_expired_is_found_by_its_index(explain: Explain) -> None:
+    for _ in range(7):
+        plan = explain("sweep_messages", "50")
+    assert plan.seq_scans == set()
+    assert plan.indexes == {"tasks_expiring"}
+    assert plan.rows_read_from("tasks_expiring") <= EXPIRING
+
+
+def test_the_end_of_a_long_queue_is_not_looked_at_to_trim_another(explain: Explain) -> None:
+    for _ in range(7):
+        plan = explain("trim", "'empty'")
+    assert plan.seq_scans == set()
+    assert plan.indexes == {"tasks_ready", "queues_pkey"}
+    assert plan.buffers < 60
+
+
+#: Statements about one queue, and how many pages they may touch.
+OF_ONE_QUEUE = [
+    ("bindings_of", "'queue5'", 150),
+    ("has_queue", "'none'", 60),
+    ("go_live", "'queue5', 4", 100),
+    ("end_live", "'queue5'", 100),
+    ("touch", "'{queue1,queue5,queue5000}', 60", 120),
+    ("abandon", "'queue5', 'nobody'", 60),
+    ("sweep_queue", "'queue5'", 60),
+    ("broadcast", "5000", 10),
+]
+
+
+def test_one_queue_is_found_without_reading_the_others(explain: Explain) -> None:
+    for name, arguments, buffers in OF_ONE_QUEUE:
+        for _ in range(7):
+            plan = explain(name, arguments)
+        assert plan.seq_scans <= {"exchanges"}, name
+        assert plan.buffers < buffers, name
 
 
 def test_claims_renewals_and_releases_are_hot_updates(
@@ -250,8 +394,16 @@ def test_claims_renewals_and_releases_are_hot_updates(
     assert hot >= 0.7 * updated
 
 
+#: Statements on nothing, on tables that stay small, or on all there is; or once in a while.
+OTHERS = """
+abandon announce bind bindings claim_chore declare_exchange declare_queue delete_exchange
+delete_queue exchange_type exchanges expired_queues list_bindings listening ping schema_state
+schema_version sweep_broadcasts trim_turn unbind
+"""
+
+
 def test_every_index_and_statement_is_covered_here() -> None:
-    others = {"ping", "schema_state", "schema_version", "publish", "announce", "listening"}
-    assert set(TYPES) == set(queries.statements("s")) - others
+    assert set(queries.statements("s")) <= set(TYPES) | set(OTHERS.split())
+    assert set(TYPES) <= set(queries.statements("s"))
     indexes = re.findall(r"CREATE INDEX (\w+)", "".join(queries.migrations().values()))
-    assert indexes == ["tasks_ready", "tasks_due"]
+    assert indexes == ["tasks_ready", "tasks_due", "bindings_queue", "tasks_expiring"]

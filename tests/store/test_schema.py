@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +22,7 @@ from kombu_pgnotify import schema as schema_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.embedded import HOST, free_port
-from kombu_pgnotify.errors import ConfigurationError, DatabaseUnavailable, PgnotifyError
+from kombu_pgnotify.errors import ConfigurationError, DatabaseUnavailable
 from kombu_pgnotify.store import Fence, Outgoing, channel_of
 
 MakeBroker = Callable[..., Broker]
@@ -33,27 +32,11 @@ SECRET = "Sesame-7291"
 
 SCRAM = {"hba": ["host all sesame 127.0.0.1/32 scram-sha-256"]}
 
-#: What a role needs besides USAGE on the schema and SELECT on migrations, to publish …
-PRODUCER = [
-    "GRANT INSERT (task_name, priority, available_at, envelope, payload) ON {s}.tasks TO {r}",
-    "GRANT SELECT (task_id) ON {s}.tasks TO {r}",
-]
-#: … and to consume.
-CONSUMER = [
-    "GRANT SELECT, DELETE ON {s}.tasks TO {r}",
-    "GRANT UPDATE (available_at, attempts, deliveries, lease_worker_id) ON {s}.tasks TO {r}",
-    "GRANT UPDATE (lease_expiration) ON {s}.tasks TO {r}",
-    "GRANT INSERT, SELECT (task_id) ON {s}.dead_letters TO {r}",
-]
-EVERYBODY = [
-    "GRANT USAGE ON SCHEMA {s} TO {r}",
-    "GRANT SELECT ON {s}.migrations TO {r}",
-]
-
 CREATING_PROGRAM = """
 import sys
 from kombu_pgnotify import options, urls
 from kombu_pgnotify.broker import Broker
+from kombu_pgnotify.store import Outgoing
 
 broker = Broker(options.build(urls.parse(sys.argv[1], options.NAMES), {}))
 print("waiting", flush=True)
@@ -62,30 +45,6 @@ broker.database.acquire()
 print(broker.store.publish("queue", Outgoing("{}", b"")))
 broker.close()
 """
-
-
-@pytest.fixture
-def role(server: Server, database_name: str) -> Iterator[str]:
-    """A role that may do nothing but log in."""
-    name = f"role_{secrets.token_hex(4)}"
-    server.run_sql(f"CREATE ROLE {name} LOGIN")
-    yield name
-    server.run_sql(f"DROP OWNED BY {name}", database_name)
-    server.run_sql(f"DROP ROLE {name}")
-
-
-@pytest.fixture
-def role_url(server: Server, database_name: str, role: str) -> str:
-    return server.url(database_name, user=role)
-
-
-@pytest.fixture
-def grant(sql: Sql, role: str) -> Callable[[list[str]], None]:
-    def run(statements: list[str], schema: str = "pgnotify") -> None:
-        for statement in statements:
-            sql(statement.format(s=schema, r=role))
-
-    return run
 
 
 # -- created once
@@ -162,65 +121,6 @@ def test_the_script_for_a_dba_makes_the_same_schema(make_broker: MakeBroker, sql
 # -- rights
 
 
-def test_a_role_without_ddl_rights_works_once_the_schema_is_there(
-    make_broker: MakeBroker, role_url: str, everything: Ranges,
-    grant: Callable[[list[str]], None],
-) -> None:  # fmt: skip
-    make_broker()
-    grant(EVERYBODY + PRODUCER + CONSUMER)
-    store = make_broker(role_url).store
-    ids = [store.publish("queue", Outgoing("{}", b"")) for _ in range(4)]
-    rows = store.claim("queue", everything, 4, "me")
-    fences = [Fence(row.task_id, row.delivery) for row in rows]
-    assert store.renew(fences) == set(ids)
-    assert store.acknowledge(fences[:1]) == {ids[0]}
-    assert store.release(fences[1:3], {"queue"}, started=False) == set(ids[1:3])
-    assert store.dead_letter(fences[3:], "why") == {ids[3]}
-    assert len(store.take("queue", everything, 1)) == 1
-    assert store.size("queue") == 1
-    assert store.next_look("queue") is None
-    assert store.promote("queue") == 0
-    assert store.purge("queue") == 1
-
-
-def test_a_producer_needs_only_the_right_to_insert(
-    make_broker: MakeBroker, role_url: str, everything: Ranges,
-    grant: Callable[[list[str]], None],
-) -> None:  # fmt: skip
-    make_broker()
-    grant(EVERYBODY + PRODUCER)
-    store = make_broker(role_url).store
-    assert store.publish("queue", Outgoing("{}", b"", priority=3)) == 1
-    with pytest.raises(PgnotifyError, match="tasks"):
-        store.claim("queue", everything, 1, "me")
-    assert store.publish("queue", Outgoing("{}", b"")) == 2, "the connection still works"
-
-
-def test_a_consumer_needs_no_right_to_insert_tasks(
-    make_broker: MakeBroker, role_url: str, everything: Ranges,
-    grant: Callable[[list[str]], None],
-) -> None:  # fmt: skip
-    owner = make_broker()
-    owner.store.publish("queue", Outgoing("{}", b""))
-    grant(EVERYBODY + CONSUMER)
-    store = make_broker(role_url).store
-    assert len(store.claim("queue", everything, 1, "me")) == 1
-    with pytest.raises(PgnotifyError, match="tasks"):
-        store.publish("queue", Outgoing("{}", b""))
-
-
-@pytest.mark.parametrize("missing", range(len(EVERYBODY + PRODUCER)))
-def test_each_grant_to_a_producer_is_needed(
-    missing: int, make_broker: MakeBroker, role_url: str, grant: Callable[[list[str]], None]
-) -> None:
-    make_broker()
-    grants = EVERYBODY + PRODUCER
-    del grants[missing]
-    grant(grants)
-    with pytest.raises(PgnotifyError):
-        make_broker(role_url).store.publish("queue", Outgoing("{}", b""))
-
-
 def test_a_role_that_may_not_create_is_told_who_may(
     make_broker: MakeBroker, role_url: str, role: str
 ) -> None:
@@ -237,23 +137,6 @@ def test_a_role_with_a_schema_of_its_own_needs_no_right_on_the_database(
 ) -> None:
     sql(f"CREATE SCHEMA pgnotify AUTHORIZATION {role}")
     assert make_broker(role_url).store.publish("queue", Outgoing("{}", b"")) == 1
-
-
-@pytest.mark.parametrize("granted", range(len(EVERYBODY)))
-def test_a_role_that_may_not_read_the_schema_is_told_which_grants_it_needs(
-    granted: int, make_broker: MakeBroker, role_url: str, role: str, sql: Sql,
-    grant: Callable[[list[str]], None],
-) -> None:  # fmt: skip
-    make_broker()
-    grant(EVERYBODY[:granted])
-    with pytest.raises(ConfigurationError) as error:
-        make_broker(role_url)
-    text = str(error.value)
-    assert repr(role) in text
-    remedy = text.partition("GRANT")[1] + text.partition("GRANT")[2]
-    for statement in remedy.split(";"):
-        sql(statement)
-    make_broker(role_url)
 
 
 def test_an_empty_database_with_create_schema_off_says_what_to_run(
@@ -332,7 +215,7 @@ def test_a_schema_may_have_any_name(
 
 def test_schemas_are_namespaces(make_broker: MakeBroker) -> None:
     one, two = make_broker(schema="one").store, make_broker(schema="two").store
-    one.publish("queue", "{}", b"")
+    one.publish("queue", Outgoing("{}", b""))
     assert (one.size("queue"), two.size("queue")) == (1, 0)
 
 

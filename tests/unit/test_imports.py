@@ -105,6 +105,41 @@ def test_the_lower_half_works_where_kombu_and_celery_are_not_installed() -> None
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+#: What kombu's users who have no Celery import all the same, by way of the transport.
+FOR_CELERY = sorted(name for name in MODULES if name.partition(".")[0] == "celery")
+
+
+def test_what_is_celerys_is_there() -> None:
+    assert "celery.worker" in FOR_CELERY
+
+
+@pytest.mark.parametrize("name", FOR_CELERY)
+def test_what_is_celerys_imports_nothing_of_celery_when_it_is_imported(name: str) -> None:
+    """Not even within `if` or `try`: in a worker it would come too early, elsewhere in vain."""
+    tree = tree_of(name)
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in inside:
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = ["." * node.level + (node.module or "")]
+            assert {found.partition(".")[0] for found in names} & FORBIDDEN_BELOW == set()
+
+
+def test_the_transport_works_where_celery_is_not_installed() -> None:
+    modules = [name for name in MODULES if not name.startswith("demo") and name != "__main__"]
+    program = BLOCKED_PROGRAM.format(
+        forbidden={"celery"}, path=str(PACKAGE), modules=sorted(modules)
+    )
+    program += "\nassert not [name for name in sys.modules if name.partition('.')[0] == 'celery']"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("floor", "name"), [(n, m) for n, f in enumerate(FLOORS) for m in sorted(f)]
 )

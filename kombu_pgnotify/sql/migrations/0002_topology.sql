@@ -43,6 +43,8 @@ CREATE TABLE {schema}.queues (
     -- Its consumer listens: what an exchange has for it travels as NOTIFY and not as a row
     -- (go_live, publish_routed).
     live boolean NOT NULL DEFAULT false,
+    -- Grows with every binding made or removed: go_live must show the one its consumer knows.
+    binding_version bigint NOT NULL DEFAULT 0,
     -- Who declared it last: abandon spares a newer declaration.
     declared_by text NOT NULL
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.1, autovacuum_vacuum_threshold = 200);
@@ -125,11 +127,12 @@ BEGIN ATOMIC
 END;
 
 -- Takes the messages out of their queues: to the queue's dead letter exchange if it has one, else
--- into dead_letters if they are to be kept, else to nowhere.  A message that has come round to
--- the same queue without ever having been rejected is dropped, as RabbitMQ does.
--- Returns the queues that got something, for the announcement after the commit.
+-- into dead_letters if they are to be kept, else to nowhere.  A message that would come round to
+-- a queue without having been rejected since it was there is dropped, as RabbitMQ does.
+-- Returns the queues that got something, for the announcement after the commit, and whether
+-- they have an x-max-length, for trim.
 CREATE FUNCTION {schema}.bury(ids bigint[], why text, keep boolean)
-    RETURNS TABLE (buried bigint, moved_to text)
+    RETURNS TABLE (buried bigint, moved_to text, limited boolean)
     LANGUAGE sql VOLATILE
 BEGIN ATOMIC
     WITH removed AS (
@@ -153,10 +156,11 @@ BEGIN ATOMIC
             SELECT g.name_prefix || g.dlk WHERE g.dlx = ''
         ) AS t
         WHERE NOT EXISTS (
-            SELECT FROM jsonb_array_elements(g.all_deaths) AS d WHERE d ->> 'queue' = t.queue_name
-        ) OR EXISTS (
-            SELECT FROM jsonb_array_elements(g.all_deaths) AS d WHERE d ->> 'reason' = 'rejected'
-        )
+            SELECT FROM jsonb_array_elements(g.all_deaths) WITH ORDINALITY AS earlier (d, place)
+            WHERE d ->> 'queue' = t.queue_name
+              AND NOT EXISTS (
+                  SELECT FROM jsonb_array_elements(g.all_deaths) WITH ORDINALITY AS since (d, place)
+                  WHERE since.d ->> 'reason' = 'rejected' AND since.place <= earlier.place))
     ), moved AS (
         INSERT INTO {schema}.tasks
             (task_name, priority, expires_at, exchange_name, routing_key, deaths, envelope, payload)
@@ -176,7 +180,10 @@ BEGIN ATOMIC
         FROM grave
         WHERE keep AND dlx IS NULL
     )
-    SELECT task_id, NULL::text FROM grave
+    SELECT task_id, NULL::text, false FROM grave
     UNION ALL
-    SELECT DISTINCT NULL::bigint, task_name FROM moved;
+    SELECT DISTINCT NULL::bigint, task_name,
+           EXISTS (SELECT FROM {schema}.queues
+                   WHERE queue_name = task_name AND max_length IS NOT NULL)
+    FROM moved;
 END;
