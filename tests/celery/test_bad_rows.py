@@ -73,6 +73,8 @@ def test_a_changed_table_and_a_forgotten_statement_are_survived(cluster: Cluster
     cluster.tasks.record.delay("before")
     cluster.wait_happened("done", {"before"})
     cluster.wait_queued(0, 0)
+    # The server refuses to change what this function depends on; these tasks do without it.
+    cluster.sql("DROP FUNCTION pgnotify.bury")
     cluster.sql("ALTER TABLE pgnotify.tasks ALTER COLUMN envelope TYPE varchar")
     cluster.tasks.record.delay("after")
     cluster.wait_happened("done", {"after"})

@@ -80,7 +80,8 @@ def test_a_worker_of_any_pool_answers_and_obeys(cluster: Cluster, pool: str) -> 
 
 
 def test_answers_bigger_than_a_notification_arrive(cluster: Cluster) -> None:
-    workers = start(cluster, 2, "threads", config={"worker_prefetch_multiplier": 20})
+    # Twenty for each of them.
+    workers = start(cluster, 2, "threads", config={"worker_prefetch_multiplier": 10})
     for n in range(40):
         cluster.tasks.wait_for_gate.delay(f"{n} {'x' * 500}", "gate")
     cluster.wait_queued(40, 40)
