@@ -37,14 +37,19 @@ class Aftermath:
         self._claimed_from: set[str] = set()
         self._losses = 0
 
-    def acknowledged(self, fences: Sequence[Fence]) -> None:
-        """Remember for a moment what was acknowledged."""
+    def acknowledged(self, fences: Sequence[Fence], settled: set[int]) -> set[int]:
+        """Remember for a moment what was acknowledged.
+
+        Returns the ids of those that were not among the `settled` only because the server had
+        forgotten the claim too: nobody has them, and they are done.
+        """
         if not fences:
-            return
-        now = monotonic()
-        self._acknowledged.append((now, fences))
-        while self._acknowledged[0][0] < now - REMEMBERED:
-            self._acknowledged.popleft()
+            return set()
+        self._acknowledged.append((monotonic(), fences))
+        # The server has just answered; if it had crashed before, that was cleared up first.
+        self._forget_written()
+        missed = [fence for fence in fences if fence.task_id not in settled]
+        return self._store.acknowledge_again(missed, self._worker)
 
     def claim_failed(self, queue: str) -> None:
         """The answer to a claim never came."""
@@ -52,8 +57,8 @@ class Aftermath:
 
     @property
     def pending(self) -> bool:
-        """True if a claim was not answered."""
-        return bool(self._claimed_from)
+        """True if a claim was not answered, or an acknowledgement may not be on disk yet."""
+        return bool(self._claimed_from or self._acknowledged)
 
     def clear_up(self, known: Callable[[], Iterable[int]]) -> None:
         """Acknowledge again, and release what we hold without knowing.
@@ -64,8 +69,12 @@ class Aftermath:
         Raises:
             PgnotifyError: the server is still away; it stays in doubt.
         """
+        if not self.pending:
+            return
         losses = self._store.losses()
-        if self._losses != losses:
+        if self._losses == losses:
+            self._forget_written()
+        else:
             fences = [fence for _, some in self._acknowledged for fence in some]
             if again := self._store.acknowledge_again(fences, self._worker):
                 logger.warning("ack.repeated the server had forgotten count=%d", len(again))
@@ -74,3 +83,8 @@ class Aftermath:
             if released := self._store.disown(queue, self._worker, sorted(known())):
                 logger.warning("claim.unanswered queue=%r released=%d", queue, released)
             self._claimed_from.discard(queue)
+
+    def _forget_written(self) -> None:
+        """Forget what the server has had the time to write, and has not crashed since."""
+        while self._acknowledged and self._acknowledged[0][0] < monotonic() - REMEMBERED:
+            self._acknowledged.popleft()

@@ -186,7 +186,7 @@ class LeaseKeeper:
         with self._flush_lock:
             self._flushing = me
             try:
-                if self._outbox or self._aftermath.pending:
+                if self._outbox:
                     self._aftermath.clear_up(self._known)
                 while self._outbox:
                     self._settle_batch()
@@ -208,7 +208,7 @@ class LeaseKeeper:
                     items.append(self._outbox.popleft())
                 fences = [item.lease.fence for item in items]
                 settled, rows = self._store.run_with_acks(fences, self._worker, call)
-                self._aftermath.acknowledged(fences)
+                settled |= self._aftermath.acknowledged(fences, settled)
             except BaseException:
                 self._outbox.extendleft(reversed(items))
                 raise
@@ -271,7 +271,7 @@ class LeaseKeeper:
         queues = {item.lease.queue for item in items}
         if outcome is Outcome.ACKNOWLEDGED:
             settled = self._store.acknowledge(fences, self._worker)
-            self._aftermath.acknowledged(fences)
+            settled |= self._aftermath.acknowledged(fences, settled)
         elif outcome is Outcome.DEAD_LETTERED:
             settled = self._store.dead_letter(fences, reason, self._worker)
         elif outcome is Outcome.EXPIRED:
@@ -300,8 +300,9 @@ class LeaseKeeper:
             try:
                 self._listen_inside()
                 self._renew_due(monotonic())
-                if self._aftermath.pending:
-                    self.flush()
+                if self._leases and self._aftermath.pending:
+                    with self._flush_lock:
+                        self._aftermath.clear_up(self._known)
                 if self._outbox and monotonic() - self._outbox[0].since >= self._round / 2:
                     self.flush()
             except PgnotifyError as exc:

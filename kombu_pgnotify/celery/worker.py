@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 #: Worker steps that keep a list of the brokers they trust with fanout (class attributes,
 #: celery/worker/consumer/mingle.py and gossip.py).
@@ -23,6 +24,20 @@ def introduce(driver_type: str) -> None:
         compatible = getattr(step, "compatible_transports", None)
         if isinstance(compatible, set):
             compatible.add(driver_type)
+    _unblock_retries()
+
+
+def _unblock_retries() -> None:
+    """Let kombu's retries yield in a gevent worker.
+
+    gevent's patch_all imports kombu (it touches Celery's lazy proxies) before it has replaced
+    time.sleep: kombu then keeps the blocking one, and a worker that waits for the server stands
+    still as a whole, the renewal of its leases included.
+    """
+    monkey = sys.modules.get("gevent.monkey")
+    functional = sys.modules.get("kombu.utils.functional")
+    if monkey is not None and functional is not None and monkey.is_module_patched("time"):
+        functional.sleep = time.sleep  # type: ignore[attr-defined]
 
 
 def free_slots(prefetch_count: int) -> int | None:

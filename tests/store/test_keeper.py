@@ -185,6 +185,9 @@ class SlowStore:
     def losses(self) -> int:
         return 0
 
+    def acknowledge_again(self, fences: Sequence[Fence], worker: str) -> set[int]:
+        return set()
+
     def acknowledge(self, fences: Sequence[Fence], holder: str) -> set[int]:
         self.started.set()
         assert self.go_on.wait(20)

@@ -423,8 +423,10 @@ def test_questions_and_answers_leave_nothing_behind(connect: Connect, sql: Sql, 
     assert queues == [("node.test.pidbox",)]
     assert sql("SELECT queue_name FROM pgnotify.bindings") == queues
     assert rows() == (0, 0, 0)
-    # Big messages stay for a minute.
-    assert sql("SELECT count(*) > 0 FROM pgnotify.broadcasts") == [(True,)]
+    # Big messages stay for a minute.  (Before kombu 5.7 a mailbox is not its worker's alone, and
+    # gets rows.)
+    alone = mailbox.get_queue("node").exclusive
+    assert sql("SELECT count(*) > 0 FROM pgnotify.broadcasts") == [(alone,)]
     sql("UPDATE pgnotify.broadcasts SET published_at = now() - interval '61 s'")
     wait_until(lambda: sql("SELECT count(*) FROM pgnotify.broadcasts") == [(0,)])
     consumer.cancel()
