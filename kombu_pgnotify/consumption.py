@@ -79,8 +79,9 @@ class Consumption:
             channel = channel_of(self._broker.options.schema, queue)
             self._watches[queue] = Watch(queue, channel)
             self._listen()
-        if consumer.no_ack and self._broker.options.notify:
-            self._live.setdefault(queue, LiveQueue(queue, self._broker.options.schema))
+        options = self._broker.options
+        if consumer.no_ack and options.notify and options.live_queues:
+            self._live.setdefault(queue, LiveQueue(queue, options.schema))
         consumer.declaration = self._broker.housekeeper.use(queue)
         self._watches[queue].look_at = 0.0
         self._wake()

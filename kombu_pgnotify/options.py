@@ -43,6 +43,9 @@ class Options:
         polling_interval: seconds between looks of an idle consumer; None: 5 with
             `notify` (then it is only a backstop), 1 without.
         notify: use LISTEN and NOTIFY; False polls only (for a pooler in transaction mode).
+        live_queues: tell remote control and events to their consumers by NOTIFY, without rows.
+            PostgreSQL lets whoever may connect to the database LISTEN and NOTIFY on any channel:
+            False where some of those must not read or forge such messages.
         listen_url: where to LISTEN if not where the broker URL points, which may be a pooler in
             transaction mode; what it leaves out (database, user) is the broker URL's, and so is
             the password always.
@@ -80,6 +83,7 @@ class Options:
     visibility_timeout: float = 60.0
     polling_interval: float | None = None
     notify: bool = True
+    live_queues: bool = True
     listen_url: str | None = None
     max_batch: int = 100
     synchronous_commit: str = "on"
@@ -255,6 +259,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "visibility_timeout": _seconds,
     "polling_interval": _maybe(_seconds),
     "notify": _flag,
+    "live_queues": _flag,
     "listen_url": _maybe(_listen_url),
     "max_batch": _count,
     "synchronous_commit": _durability,

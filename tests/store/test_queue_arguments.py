@@ -666,3 +666,18 @@ def test_what_is_not_persistent_goes_nowhere_if_nobody_has_declared_the_queue(
     assert store.publish("somebody", gone) > 0
     store.publish_batch([("", "somebody", gone)])
     assert store.size("somebody") == 2
+
+
+@pytest.mark.parametrize(
+    "deaths", ["{}", "5", '"x"', "null", "[1]", '[{"count": "x"}]', '[{"count": 1e30}]', "[null]"]
+)
+def test_a_row_by_hand_cannot_hold_up_the_burial_of_others(
+    declare: Declare, sql: Sql, deaths: str
+) -> None:
+    declare("queue")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        sql(
+            "INSERT INTO pgnotify.tasks (task_name, envelope, payload, deaths)"
+            " VALUES ('queue', '{}', '', %s)",
+            deaths,
+        )

@@ -16,6 +16,8 @@ from kombu import Connection, Consumer, Exchange, Message, Queue
 from kombu.asynchronous import Hub
 from kombu.pidbox import Mailbox
 
+from kombu_pgnotify.store import exchange_channel_of
+
 Connect = Callable[..., Connection]
 Sql = Callable[..., list[tuple[Any, ...]]]
 Rows = Callable[[], tuple[int, int, int]]
@@ -430,4 +432,20 @@ def test_questions_and_answers_leave_nothing_behind(connect: Connect, sql: Sql, 
     sql("UPDATE pgnotify.broadcasts SET published_at = now() - interval '61 s'")
     wait_until(lambda: sql("SELECT count(*) FROM pgnotify.broadcasts") == [(0,)])
     consumer.cancel()
-    wait_until(lambda: sql("SELECT count(*) FROM pgnotify.queues") == [(0,)])
+    if alone:
+        # Else it goes when somebody sweeps after its time.
+        wait_until(lambda: sql("SELECT count(*) FROM pgnotify.queues") == [(0,)])
+
+
+def test_without_live_queues_all_comes_as_rows_and_no_notice_is_believed(
+    connect: Connect, is_live: Any, tell: Any, drain: Any, sql: Sql
+) -> None:
+    connection, got = connect(live_queues=False), []
+    listen(connection, ears(), lambda m: got.append(m.payload))
+    tell(*range(3))
+    forged = '{"keys": [""], "not": [], "ttl": null}\n{}\nt'
+    sql("SELECT pg_notify(%s, %s)", exchange_channel_of("pgnotify", CALLS.name), forged)
+    tell("last")
+    drain(connection, lambda: len(got) == 4)
+    assert got == [0, 1, 2, "last"]
+    assert not is_live()

@@ -104,6 +104,7 @@ WRONG: dict[str, list[Any]] = {
     "visibility_timeout": [0, *WRONG_NUMBERS],
     "polling_interval": [0, *WRONG_NUMBERS],
     "notify": ["perhaps", 5],
+    "live_queues": ["perhaps", 5],
     "listen_url": ["", 5, "pgnotify://me:secret@host/db"],
     "max_batch": [0, 1.5, "1.5", *WRONG_NUMBERS],
     "synchronous_commit": ["sometimes", 1, None, "", []],

@@ -85,7 +85,10 @@ ALTER TABLE {schema}.tasks
     ADD COLUMN exchange_name text,
     ADD COLUMN routing_key text,
     -- Where it was dead-lettered before, newest first: the header x-death of AMQP.
-    ADD COLUMN deaths jsonb;
+    ADD COLUMN deaths jsonb
+        -- Somebody's INSERT must not hold up the burial of others.
+        CHECK (jsonb_typeof(deaths) = 'array'
+               AND NOT jsonb_path_exists(deaths, '$[*] ? (@.type() != "object" || @.count.type() != "number" || @.count > 1000000000)', silent => true));
 
 -- Serves sweep_messages.
 CREATE INDEX tasks_expiring ON {schema}.tasks (expires_at) WHERE expires_at IS NOT NULL;
