@@ -45,6 +45,8 @@ class PublishBatch:
 
         Raises:
             BatchPublishError: it was refused, or nobody knows; the batch is of no more use.
+            ChannelError: all was written but what no queue gets, see
+                :meth:`RoutingChannel.basic_publish`.
         """
         self._check_usable()
         waiting, self._waiting = self._waiting, []
@@ -62,7 +64,9 @@ class PublishBatch:
         except BaseException as exc:
             self._failed = exc
             if isinstance(exc, Exception):
-                raise BatchPublishError(f"the batch was not published: {exc}") from exc
+                raise BatchPublishError(
+                    f"publishing a batch of {len(items)} failed, all were written or none: {exc}"
+                ) from exc
             raise
         for (exchange, key, outgoing), where in zip(waiting, routed, strict=True):
             if where is not None:

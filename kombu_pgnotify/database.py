@@ -176,7 +176,7 @@ class Database:
         Raises:
             DatabaseUnavailable, ConfigurationError: see there.
         """
-        with self.mapped_errors():
+        with self.mapped_errors(target):
             return self._connect(target or self.options.target)
 
     def close(self) -> None:
@@ -243,14 +243,18 @@ class Database:
         return info
 
     @contextlib.contextmanager
-    def mapped_errors(self) -> Iterator[None]:
-        """The one place where driver errors become ours."""
+    def mapped_errors(self, target: Target | None = None) -> Iterator[None]:
+        """The one place where driver errors become ours.
+
+        Arguments:
+            target: the server they name, if not the one of the broker URL.
+        """
         try:
             yield
         except PgnotifyError:
             raise
         except psycopg.Error as exc:
-            raise self._translate(exc) from exc
+            raise self._translate(exc, target or self.options.target) from exc
         except sqlalchemy_errors.TimeoutError as exc:
             raise DatabaseUnavailable(
                 f"all {self.options.pool_size + OVERFLOW} connections of this process are in use "
@@ -263,9 +267,9 @@ class Database:
                 f"a queue name cannot be written in UTF-8: {exc.object!r}"
             ) from exc
 
-    def _translate(self, exc: psycopg.Error) -> PgnotifyError:
+    def _translate(self, exc: psycopg.Error, target: Target) -> PgnotifyError:
         state = exc.sqlstate or ""
-        where = self.options.target.describe()
+        where = target.describe()
         reason = _first_line(exc)
         if state in _SCHEMA_GONE:
             self._verified = False

@@ -139,9 +139,10 @@ class Listener:
         Raises:
             PgnotifyError: the connection is lost or refused.
         """
-        session = self._database.open(self._database.options.listen_target)
+        target = self._database.options.listen_target
+        session = self._database.open(target)
         try:
-            with self._database.mapped_errors():
+            with self._database.mapped_errors(target):
                 _Ear(self, session, self._database).listen(waker)
         finally:
             session.close()

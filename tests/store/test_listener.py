@@ -13,6 +13,7 @@ from helpers import wait_until
 
 from kombu_pgnotify import database as database_module, listener as listener_module
 from kombu_pgnotify.broker import Broker
+from kombu_pgnotify.embedded import HOST, free_port
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -349,3 +350,13 @@ def test_it_outlives_an_error_that_is_not_ours(
     assert failed.wait(10)
     working = True
     wait_until(lambda: hearer.resyncs() == 2, 5, "it never came back")
+
+
+def test_a_lost_listener_names_the_server_that_it_listens_to(
+    make_broker: MakeBroker, hearer: Hearer, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    broker = make_broker(listen_url=f"pgnotify://{HOST}:{port}")
+    broker.listener.subscribe(hearer, ["a"])
+    wait_until(lambda: "listener.lost" in caplog.text)
+    assert f": {HOST}:{port}, database" in caplog.text
