@@ -254,8 +254,13 @@ def test_the_pool_grows_shrinks_and_restarts(shared_cluster: Cluster, worker: Ce
     assert tell("pool_shrink", worker, n=1) == [{"ok": "pool will shrink"}]
     wait_until(lambda: len(children()) == 2)
     assert tell("pool_restart", worker) == [{"ok": "reload started"}]
-    # Celery 5.6 takes its time for that.
-    wait_until(lambda: not before & {child.pid for child in children()}, 90)
+
+    def each_is_new() -> bool:
+        # An idle process looks at the order to restart only once it has run another task.
+        shared_cluster.tasks.record.delay("during the restart")
+        return not before & {child.pid for child in children()}
+
+    wait_until(each_is_new, 90)
     shared_cluster.tasks.record.delay("after the restart")
     shared_cluster.wait_happened("done", {"after the restart"})
 
