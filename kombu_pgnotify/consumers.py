@@ -55,3 +55,18 @@ class Watch:
         self.promote_at = 0.0  # … and of the next check for due messages, if busy
         self.promote_now = False
         self.seen_empty = False
+
+
+def in_order(watches: list[Watch], strategy: str, turn: int) -> list[Watch]:
+    """Return the queues in the order in which to look at them.
+
+    Arguments:
+        strategy: of the option `queue_order_strategy`.
+        turn: how often this was asked before, for round_robin.
+    """
+    if strategy == "sorted":
+        return sorted(watches, key=lambda watch: watch.queue)
+    if strategy == "round_robin" and watches:
+        start = turn % len(watches)
+        return watches[start:] + watches[:start]
+    return watches

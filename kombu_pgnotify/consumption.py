@@ -8,13 +8,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
+from typing import TypeAlias
 
 from .broker import Broker
 from .claims import Outlook
-from .consumers import Consumer, Watch
+from .consumers import Consumer, Watch, in_order
 from .errors import DatabaseUnavailable, StatementFailed
 from .keeper import Lease, Outcome
-from .live import LiveQueue, State
+from .live import LiveQueues
+from .outage import Outage
 from .qos import discarded, flush
 from .store import RELEASED, Claimed, channel_of
 from .topology import BOUND
@@ -35,6 +37,9 @@ LIVE_IN_A_ROW = 16
 #: Share by which polls are spread, so that workers started together do not poll together.
 JITTER = 0.2
 
+#: A message, whom it goes to, and its lease (None: it is gone from the table).
+_Entry: TypeAlias = tuple[Consumer, Claimed, Lease | None]
+
 
 class Consumption:
     """Claims for the consumers of one kombu connection and hands messages over, one by one.
@@ -52,24 +57,32 @@ class Consumption:
         self._wake = wake
         self._consumers: dict[str, list[Consumer]] = {}
         self._watches: dict[str, Watch] = {}
-        self._buffer: deque[tuple[Consumer, Claimed, Lease | None]] = deque()
+        self._buffer: deque[_Entry] = deque()
         # Channels that something was announced on; True: look from the start.
         self._news: dict[str, bool] = {}
-        # Queues that may hear their exchanges directly; whether the listener was lost; channels
-        # of queues that were bound anew.
-        self._live: dict[str, LiveQueue] = {}
-        self._deaf = False
-        self._rebound: set[str] = set()
+        self._live = LiveQueues(
+            broker.topology,
+            broker.store,
+            broker.options.schema,
+            listen=self._listen,
+            heard=lambda: broker.listener.heard_by(self),
+        )
         self._live_in_a_row = 0
         self._queue_turn = itertools.count()
         self._consumer_turn = itertools.count()
         self._blocked = False
         self._losses = broker.losses
+        self._outage = Outage(broker.options.outage_tolerance)
 
     @property
     def active(self) -> bool:
         """True while anybody consumes."""
         return bool(self._consumers)
+
+    @property
+    def interrupted(self) -> bool:
+        """True while the server is away."""
+        return self._outage.lasts
 
     def add(self, consumer: Consumer) -> None:
         """Start consuming: look at once, and listen."""
@@ -81,7 +94,7 @@ class Consumption:
             self._listen()
         options = self._broker.options
         if consumer.no_ack and options.notify and options.live_queues:
-            self._live.setdefault(queue, LiveQueue(queue, options.schema))
+            self._live.add(queue)
         consumer.declaration = self._broker.housekeeper.use(queue)
         self._watches[queue].look_at = 0.0
         self._wake()
@@ -99,7 +112,7 @@ class Consumption:
         else:
             self._consumers.pop(queue, None)
             self._watches.pop(queue, None)
-            self._live.pop(queue, None)
+            self._live.remove(queue)
             if not self._watches:
                 self._broker.listener.unsubscribe(self)
         self._release_undelivered()
@@ -118,11 +131,10 @@ class Consumption:
     # -- Subscriber: called by the listener's thread
 
     def notified(self, channel: str, payload: str) -> None:
-        if told := [live for live in list(self._live.values()) if channel in live.channels]:
-            for live in told:
-                live.hear(channel, payload)
+        if self._live.hear(channel, payload):
+            pass
         elif payload == BOUND:
-            self._rebound.add(channel)
+            self._live.rebound(channel)
         elif payload == RELEASED:
             self._news[channel] = True
         else:
@@ -131,10 +143,11 @@ class Consumption:
 
     def resync(self, channels: frozenset[str]) -> None:
         self._news.update(dict.fromkeys(channels, True))
+        self._outage.hurry()
         self._wake()
 
     def deafened(self) -> None:
-        self._deaf = True
+        self._live.deafened()
         self._wake()
 
     # -- The consuming thread
@@ -147,80 +160,80 @@ class Consumption:
                 those that are gone from the table once taken.
 
         Raises:
-            DatabaseUnavailable: the server is away, or was for another consumer of this
-                process.  Celery expects all its connections to be lost together: gevent's and
-                eventlet's mailboxes start anew only when the main connection does.
+            DatabaseUnavailable: the server has been away for longer than `outage_tolerance`, or
+                was for another consumer of this process.  Celery expects all its connections
+                to be lost together: gevent's and eventlet's mailboxes start anew only when the
+                main connection does.
         """
         if self._losses != self._broker.losses:
             self._losses = self._broker.losses
             raise DatabaseUnavailable("another connection of this process has lost the server")
         try:
-            return self._deliver_one(one_by_one)
-        except DatabaseUnavailable:
+            entry = self._next(one_by_one)
+        except DatabaseUnavailable as exc:
+            if self._outage.bears(exc):
+                return False
             self._broker.losses += 1
             self._losses = self._broker.losses
             raise
+        if entry is None:
+            return False
+        consumer, row, lease = entry
+        consumer.deliver(row, lease)
+        return True
 
-    def _deliver_one(self, one_by_one: bool) -> bool:
+    def _next(self, one_by_one: bool) -> _Entry | None:
+        """Return what to deliver next, None if there is nothing now."""
+        if self._outage.lasts:
+            if self._outage.wait() > 0:
+                # What was claimed before is ours all the same.
+                return self._next_deliverable()
+            self._broker.database.check()
+            self._outage.over()
+            self._news.update((watch.channel, True) for watch in list(self._watches.values()))
         self._absorb_news()
         if self._live:
-            self._tend_live()
-            if self._live_in_a_row < LIVE_IN_A_ROW and self._deliver_live(one_by_one):
+            for queue in self._live.tend():
+                if (watch := self._watches.get(queue)) is not None:
+                    # What was published before is in rows.
+                    watch.look_at = 0.0
+            if self._live_in_a_row < LIVE_IN_A_ROW and (entry := self._next_live(one_by_one)):
                 self._live_in_a_row += 1
-                return True
+                return entry
             self._live_in_a_row = 0
         while True:
-            while (entry := self._next_waiting()) is not None:
-                consumer, row, lease = entry
-                if consumer.active and (lease is None or self._broker.keeper.holds(lease)):
-                    consumer.deliver(row, lease)
-                    return True
-                self._give_back(lease)
+            if (entry := self._next_deliverable()) is not None:
+                return entry
             if not self._fetch_somewhere(one_by_one):
-                return bool(self._live) and self._deliver_live(one_by_one)
+                return self._next_live(one_by_one) if self._live else None
 
-    def _tend_live(self) -> None:
-        """Bring queues that may hear their exchanges directly one step further."""
-        topology = self._broker.topology
-        if self._deaf:
-            self._deaf = False
-            for live in list(self._live.values()):
-                live.deaf = True
-        for queue, live in list(self._live.items()):
-            watch = self._watches.get(queue)
-            if watch is None:
-                continue
-            if live.deaf:
-                live.go_back(topology)
-            if watch.channel in self._rebound:
-                self._rebound.discard(watch.channel)
-                live.forget()
-            if live.state is State.NEW and live.learn(topology):
-                self._listen()
-            if live.go_live(topology, self._broker.listener.heard_by(self)):
-                # What was published before is in rows.
-                watch.look_at = 0.0
-
-    def _deliver_live(self, one_by_one: bool) -> bool:
-        """Hand over one message that an exchange has told us; True if there was one.
+    def _next_live(self, one_by_one: bool) -> _Entry | None:
+        """Return a message that an exchange has told us, if there is one.
 
         Rows of the same queue come first: they were published before.
         """
-        for queue, live in list(self._live.items()):
+        for queue in self._live.with_mail():
             watch = self._watches.get(queue)
-            if watch is None or not live.has_mail or (taker := self._taker(queue)) is None:
+            if watch is None or (taker := self._taker(queue)) is None:
                 continue
             if any(consumer.queue == queue for consumer, _, _ in list(self._buffer)):
                 continue
             if watch.look_at <= monotonic() and self._look_safely(watch, taker, one_by_one):
                 continue
-            row = live.next(self._broker.store)
-            if row is not None:
-                taker.deliver(row, None)
-                return True
-        return False
+            if (row := self._live.next(queue)) is not None:
+                return taker, row, None
+        return None
 
-    def _next_waiting(self) -> tuple[Consumer, Claimed, Lease | None] | None:
+    def _next_deliverable(self) -> _Entry | None:
+        """Return the next claimed message that is still ours, for a consumer still there."""
+        while (entry := self._next_waiting()) is not None:
+            consumer, _, lease = entry
+            if consumer.active and (lease is None or self._broker.keeper.holds(lease)):
+                return entry
+            self._give_back(lease)
+        return None
+
+    def _next_waiting(self) -> _Entry | None:
         try:
             return self._buffer.popleft()
         except IndexError:
@@ -229,10 +242,12 @@ class Consumption:
     @property
     def waiting(self) -> bool:
         """True if a message waits for delivery, with nothing left to be claimed."""
-        return bool(self._buffer) or any(live.has_mail for live in list(self._live.values()))
+        return bool(self._buffer or self._live.with_mail())
 
     def next_look(self) -> float | None:
         """Return in how many seconds to look again; None: only when woken."""
+        if self._outage.lasts:
+            return self._outage.wait()
         times = [
             watch.look_at for watch in list(self._watches.values()) if self._wanted(watch.queue)
         ]
@@ -244,8 +259,7 @@ class Consumption:
     def _listen(self) -> None:
         if self._broker.options.notify:
             channels = {watch.channel for watch in list(self._watches.values())}
-            channels.update(*(live.channels for live in list(self._live.values())))
-            self._broker.listener.subscribe(self, channels)
+            self._broker.listener.subscribe(self, channels | self._live.channels)
 
     def _absorb_news(self) -> None:
         while self._news:
@@ -259,7 +273,8 @@ class Consumption:
 
     def _fetch_somewhere(self, one_by_one: bool) -> bool:
         """Look at the queues that are due, in turn, until one gave something."""
-        watches = self._in_order()
+        strategy = self._broker.options.queue_order_strategy
+        watches = in_order(list(self._watches.values()), strategy, next(self._queue_turn))
         # Said before it is known, so that an ack made meanwhile by another thread wakes us.
         self._blocked = True
         blocked = False
@@ -273,17 +288,6 @@ class Consumption:
                 return True
         self._blocked = blocked
         return False
-
-    def _in_order(self) -> list[Watch]:
-        """Return the queues in the order in which to look at them."""
-        watches = list(self._watches.values())
-        strategy = self._broker.options.queue_order_strategy
-        if strategy == "sorted":
-            watches.sort(key=lambda watch: watch.queue)
-        elif strategy == "round_robin" and watches:
-            start = next(self._queue_turn) % len(watches)
-            watches = watches[start:] + watches[:start]
-        return watches
 
     def _wanted(self, queue: str) -> bool:
         return any(taker.credit().can_consume() for taker in self._consumers.get(queue, ()))
@@ -348,9 +352,7 @@ class Consumption:
         if not self._promote(watch, now):
             watch.look_at = now + AGAIN_SOON
 
-    def _claim(
-        self, watch: Watch, taker: Consumer, limit: int
-    ) -> list[tuple[Consumer, Claimed, Lease | None]]:
+    def _claim(self, watch: Watch, taker: Consumer, limit: int) -> list[_Entry]:
         broker, started = self._broker, monotonic()
         ranges, store = watch.cursor.next_ranges(started), broker.store
         leases: list[Lease] = []

@@ -109,14 +109,22 @@ class Database:
             ConfigurationError: not without somebody's help.
         """
         with self.session() as session:
-            if self._verified:
-                session.run((self.statements["ping"], ()))
-            else:
-                schema.ensure(session, self.options.schema, create=self.options.create_schema)
-                self._verified = True
+            self._verify(session)
             with self._lock:
                 # Within, so that the connection goes back to the pool.
                 self._users += 1
+
+    def check(self) -> None:
+        """Make sure that the server and the schema can serve us again; raises as acquire."""
+        with self.session() as session:
+            self._verify(session)
+
+    def _verify(self, session: Session) -> None:
+        if self._verified:
+            session.run((self.statements["ping"], ()))
+        else:
+            schema.ensure(session, self.options.schema, create=self.options.create_schema)
+            self._verified = True
 
     def release(self) -> None:
         """Count one user less; with the last one the idle connections are closed."""

@@ -84,7 +84,8 @@ class HubLink:
             self._plan_next_look()
 
     def _flush(self) -> None:
-        if self._keeper.noted:
+        # While the server is away the keeper's thread goes on trying, and blocks no loop.
+        if self._keeper.noted and not self._consumption.interrupted:
             flush(self._keeper)
 
     def stopped(self, _hub: Any) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from enum import Enum
 from time import monotonic
 from typing import NamedTuple
 
 from .notices import Garbage, Notice, parse
-from .store import Claimed, MessageStore, exchange_channel_of
+from .store import Claimed, MessageStore, channel_of, exchange_channel_of
 from .topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ class LiveQueue:
         self.deaf = False
         #: The channels to LISTEN on, besides the queue's own.
         self.channels: frozenset[str] = frozenset()
+        #: The queue's own channel.
+        self.channel = channel_of(schema, queue)
         self._schema = schema
         self._version = -1
         self._keys: dict[str, set[str]] = {}
@@ -117,10 +119,13 @@ class LiveQueue:
         """Return the next message that was told to us, if any."""
         self._sort()
         while self._waiting:
-            notice, until = self._waiting.popleft()
+            notice, until = self._waiting[0]
             if monotonic() >= until:
+                self._waiting.popleft()
                 continue
+            # While the server is away it stays the first one.
             message = notice.message or store.broadcast(notice.broadcast_id)
+            self._waiting.popleft()
             if message is not None:
                 return Claimed(0, 0, 1, 0, *message)
             logger.warning("broadcast.gone queue=%r id=%d", self.queue, notice.broadcast_id)
@@ -145,3 +150,93 @@ class LiveQueue:
                 continue
             ttl = self._message_ttl if notice.ttl is None else min(self._message_ttl, notice.ttl)
             self._waiting.append(_Waiting(notice, heard_at + ttl))
+
+
+class LiveQueues:
+    """The queues of one consumer's connection that may hear their exchanges directly.
+
+    Used by the consuming thread; :meth:`hear`, :meth:`rebound` and :meth:`deafened` by the
+    listener's too.
+
+    Arguments:
+        topology, store: of this process's broker.
+        schema: names the channels.
+        listen: has the listener listen on :attr:`channels` too.
+        heard: returns the channels that are listened on now.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        store: MessageStore,
+        schema: str,
+        listen: Callable[[], None],
+        heard: Callable[[], frozenset[str]],
+    ) -> None:
+        self._topology = topology
+        self._store = store
+        self._schema = schema
+        self._listen = listen
+        self._heard = heard
+        self._queues: dict[str, LiveQueue] = {}
+        self._deaf = False
+        self._rebound: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, queue: str) -> None:
+        """A consumer of `queue` takes what it is told."""
+        self._queues.setdefault(queue, LiveQueue(queue, self._schema))
+
+    def remove(self, queue: str) -> None:
+        """Nobody consumes `queue` any more; takes no lock and does no I/O."""
+        self._queues.pop(queue, None)
+
+    @property
+    def channels(self) -> set[str]:
+        """The channels to listen on, besides the queues' own."""
+        return {name for live in list(self._queues.values()) for name in live.channels}
+
+    def hear(self, channel: str, payload: str) -> bool:
+        """Take what an exchange tells; False if it is none of ours that tells it."""
+        told = [live for live in list(self._queues.values()) if channel in live.channels]
+        for live in told:
+            live.hear(channel, payload)
+        return bool(told)
+
+    def rebound(self, channel: str) -> None:
+        """The queue of that channel was bound to something more."""
+        self._rebound.add(channel)
+
+    def deafened(self) -> None:
+        """The listener is lost: exchanges must know before anything else."""
+        self._deaf = True
+
+    def tend(self) -> list[str]:
+        """Bring each queue one step further; return those that went live."""
+        if self._deaf:
+            self._deaf = False
+            for live in list(self._queues.values()):
+                live.deaf = True
+        went_live = []
+        for queue, live in list(self._queues.items()):
+            if live.deaf:
+                live.go_back(self._topology)
+            if live.channel in self._rebound:
+                self._rebound.discard(live.channel)
+                live.forget()
+            if live.state is State.NEW and live.learn(self._topology):
+                self._listen()
+            if live.go_live(self._topology, self._heard()):
+                went_live.append(queue)
+        return went_live
+
+    def with_mail(self) -> list[str]:
+        """Return the queues for which :meth:`next` may return something."""
+        return [queue for queue, live in list(self._queues.items()) if live.has_mail]
+
+    def next(self, queue: str) -> Claimed | None:
+        """Return the next message that was told to `queue`, if any."""
+        live = self._queues.get(queue)
+        return None if live is None else live.next(self._store)

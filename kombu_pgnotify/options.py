@@ -55,6 +55,9 @@ class Options:
         statement_timeout: seconds a statement may take, here and on the server; 0 sends the
             server no limit (a pooler may refuse start-up options) and keeps 30 here.
         connect_timeout: seconds a connection attempt to one host may take, at least 2.
+        outage_tolerance: seconds a consumer bears a server that is away, trying again, before
+            Celery is told, which then drops what it has prefetched and starts its consumer anew;
+            0: Celery is told at once.
         pool_size: connections a process keeps open between statements; more are opened
             when threads need them and closed again afterwards.
         application_name: shown in ``pg_stat_activity``; None: kombu_pgnotify@host:pid.
@@ -89,6 +92,7 @@ class Options:
     synchronous_commit: str = "on"
     statement_timeout: float = 10.0
     connect_timeout: float = 4.0
+    outage_tolerance: float = 10.0
     pool_size: int = 1
     application_name: str | None = None
     max_attempts: int | None = None
@@ -265,6 +269,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "synchronous_commit": _durability,
     "statement_timeout": _seconds_or_zero,
     "connect_timeout": _seconds,
+    "outage_tolerance": _seconds_or_zero,
     "pool_size": _count,
     "application_name": _maybe(_text),
     "max_attempts": _maybe(_count),

@@ -137,6 +137,27 @@ def connect(nothing_left: None, broker_url: str) -> Iterator[Callable[..., Conne
 
 
 @pytest.fixture
+def proxied(
+    connect: Callable[..., Connection], proxy: Any, database_name: str
+) -> Iterator[Callable[..., Connection]]:
+    """A function that makes a connection by way of the proxy, where everything ends well."""
+    made: list[Connection] = []
+
+    def run(**options: Any) -> Connection:
+        made.append(connect(proxy.url(database_name, scheme="pgnotify"), **options))
+        return made[-1]
+
+    yield run
+    proxy.thaw()
+    proxy.accept()
+    for connection in made:
+        keeper = connection.transport.broker.keeper
+        connection.close()
+        # While the proxy is still there.
+        wait_until(lambda: not keeper.held and not keeper.pending)  # noqa: B023
+
+
+@pytest.fixture
 def connection(connect: Callable[..., Connection]) -> Connection:
     """A connection with the usual options."""
     return connect()

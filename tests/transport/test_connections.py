@@ -7,7 +7,7 @@ import logging
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,27 +46,6 @@ OUR_SESSIONS = (
 def sessions(sql: Sql) -> Callable[[], int]:
     """A function that counts our connections to this test's database."""
     return lambda: len(sql(OUR_SESSIONS))
-
-
-@pytest.fixture
-def proxied(
-    connect: Connect, proxy: Any, database_name: str
-) -> Iterator[Callable[..., Connection]]:
-    """A function that makes a connection by way of the proxy, where everything ends well."""
-    made: list[Connection] = []
-
-    def run(**options: Any) -> Connection:
-        made.append(connect(proxy.url(database_name, scheme="pgnotify"), **options))
-        return made[-1]
-
-    yield run
-    proxy.thaw()
-    proxy.accept()
-    for connection in made:
-        keeper = connection.transport.broker.keeper
-        connection.close()
-        # While the proxy is still there.
-        wait_until(lambda: not keeper.held and not keeper.pending)  # noqa: B023
 
 
 # -- made without I/O

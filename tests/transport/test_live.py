@@ -359,7 +359,7 @@ def test_what_waits_longer_than_its_time_is_dropped(
     tell("old")
     tell("older", expiration=0.1)
     consumption = connection.transport.consumption
-    wait_until(lambda: len(consumption._live["ears"]._heard) == 2)
+    wait_until(lambda: len(consumption._live._queues["ears"]._heard) == 2)
     (until,) = sql("SELECT clock_timestamp() + interval '0.6 s'")[0]
     wait_until(lambda: sql("SELECT clock_timestamp() > %s", until) == [(True,)])
     tell("new")

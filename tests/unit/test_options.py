@@ -110,6 +110,7 @@ WRONG: dict[str, list[Any]] = {
     "synchronous_commit": ["sometimes", 1, None, "", []],
     "statement_timeout": WRONG_NUMBERS,
     "connect_timeout": [0, *WRONG_NUMBERS],
+    "outage_tolerance": WRONG_NUMBERS,
     "pool_size": [0, 2.5, *WRONG_NUMBERS],
     "application_name": ["", 3, "a\0b"],
     "max_attempts": [0, 1.5, *WRONG_NUMBERS],
