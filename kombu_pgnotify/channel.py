@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.transport import virtual
 
 from . import envelopes
-from .celery.worker import free_slots
+from .celery.worker import free_slots, survives
 from .claims import ClaimCursor
 from .consumers import Consumer
 from .keeper import Lease, LeaseKeeper, Outcome
@@ -25,6 +25,22 @@ logger = logging.getLogger(__name__)
 
 #: Kept with a dead letter whose envelope cannot be read.
 UNREADABLE = "unreadable"
+
+#: Kept with a dead letter that Celery's worker could not make a task of, and the error with it.
+NO_TASK = "no task"
+
+#: What code raises that was given data of another shape than it expects.
+DATA_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+#: Characters of an error kept as a reason.
+_REASON_LENGTH = 200
 
 
 class Message(virtual.Message):
@@ -65,7 +81,10 @@ class Channel(RoutingChannel):
                 return
             try:
                 callback(message)
-            except Exception:
+            except Exception as exc:
+                if isinstance(exc, DATA_ERRORS) and survives(callback):
+                    self._give_up(message, row, name, exc)
+                    return
                 if lease is not None:
                     # Should it go back now, it has been tried: max_attempts must count it.
                     lease.tried = True
@@ -145,6 +164,12 @@ class Channel(RoutingChannel):
         if lease is not None:
             self.qos.append(message, lease)
         return message
+
+    def _give_up(self, message: virtual.Message, row: Claimed, queue: str, exc: Exception) -> None:
+        """Put away what a worker cannot make a task of; without a lease it is gone already."""
+        logger.exception("message.no_task task_id=%d queue=%r", row.task_id, queue)
+        error = f"{type(exc).__name__}: {exc}".replace("\0", "\\0")
+        self.qos.bury(message.delivery_tag, f"{NO_TASK}: {error[:_REASON_LENGTH]}")
 
     def _message(self, row: Claimed) -> virtual.Message:
         raw = envelopes.unpack(row, self.broker.options.queue_name_prefix)

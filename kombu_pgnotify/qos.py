@@ -107,6 +107,11 @@ class QoS:
         else:
             self._settle([delivery_tag], Outcome.DEAD_LETTERED, REJECTED)
 
+    def bury(self, delivery_tag: str, reason: str) -> None:
+        """Make a message a dead letter, unless it was settled before or has no lease."""
+        if delivery_tag in self._unacked or delivery_tag in self._let_go:
+            self._settle([delivery_tag], Outcome.DEAD_LETTERED, reason)
+
     def restore_unacked(self) -> None:
         """Requeue everything unacknowledged (AMQP 0-9-1, basic.recover)."""
         self._settle(self._tags("", multiple=True), Outcome.REQUEUED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 #: Worker steps that keep a list of the brokers they trust with fanout (class attributes,
 #: celery/worker/consumer/mingle.py and gossip.py).
@@ -52,3 +53,22 @@ def free_slots(prefetch_count: int) -> int | None:
 
     multiplier = current_app.conf.worker_prefetch_multiplier or 1
     return max(1, prefetch_count // multiplier) - len(state.reserved_requests)
+
+
+def survives(callback: Any) -> bool:
+    """True if Celery's worker itself takes the messages of this `basic_consume` callback.
+
+    Its handlers raise on messages that are no tasks and no events, of shapes that nobody has
+    thought of, which would end the worker.  Whoever else consumes is told of his own errors.
+    """
+    consumer = getattr(callback, "__self__", None)
+    handlers = [
+        getattr(consumer, "on_message", None),
+        *(getattr(consumer, "callbacks", None) or ()),
+    ]
+    for handler in handlers:
+        # The gossip's is a functools.partial.
+        module = getattr(getattr(handler, "func", handler), "__module__", None)
+        if isinstance(module, str) and module.startswith("celery.worker."):
+            return True
+    return False

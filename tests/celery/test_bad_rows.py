@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fix_cluster import Cluster
 from helpers import wait_until
 
@@ -39,23 +40,42 @@ def test_infinite_times_do_not_stop_the_queue(cluster: Cluster) -> None:
     assert cluster.happened("done")["time"] == 1
 
 
-def test_a_message_that_makes_celery_raise_ends_as_a_dead_letter(cluster: Cluster) -> None:
-    cluster.use(max_attempts=2)
-    first = cluster.worker("solo")
-    cluster.sql("SET kombu_pgnotify.quiet = 'on'")
+@pytest.mark.parametrize("pool", ["prefork", "gevent"])
+def test_what_celery_raises_at_becomes_a_dead_letter(cluster: Cluster, pool: str) -> None:
+    worker = cluster.worker(pool)
     _park(cluster, "poison")
+    for body in ("", "[1]", "5"):
+        cluster.sql(
+            "INSERT INTO pgnotify.tasks (task_name, envelope, payload)"
+            " SELECT 'celery', envelope, convert_to(%s, 'UTF8') FROM pgnotify.tasks"
+            " WHERE task_name = 'parked'",
+            body,
+        )
     cluster.sql(
-        "UPDATE pgnotify.tasks SET task_name = 'celery',"
-        ' envelope = replace(envelope, \'"task": "tests.celery.app.record"\', \'"task": [1]\')'
+        "UPDATE pgnotify.tasks SET task_name = 'celery', envelope ="
+        ' replace(envelope, \'"task": "tests.celery.app.record"\', \'"task": [1]\')'
+        " WHERE task_name = 'parked'"
     )
-    # Celery itself ends at such a message, with any broker; each end is an attempt.
-    first.wait()
-    cluster.worker("solo", wait=False).wait()
-    cluster.worker("solo")
     cluster.tasks.record.delay("afterwards")
     cluster.wait_happened("done", {"afterwards"})
-    dead = cluster.sql("SELECT reason, attempts FROM pgnotify.dead_letters")
-    assert dead == [("attempts used up", 3)]
+    cluster.wait_queued(0, 0)
+    dead = cluster.sql(
+        "SELECT DISTINCT split_part(reason, ':', 1), attempts, worker_id IS NOT NULL"
+        " FROM pgnotify.dead_letters"
+    )
+    assert dead == [("no task", 1, True)]
+    assert worker.returncode is None
+
+
+def test_an_event_that_celery_raises_at_ends_no_worker(cluster: Cluster) -> None:
+    workers = [cluster.worker("solo", args=["-E"]) for _ in range(2)]
+    with cluster.tasks.app.connection_for_write() as connection:
+        producer = connection.Producer(serializer="json")
+        for body in ([1], None, 5, {}):
+            producer.publish(body, exchange="celeryev", routing_key="worker.heartbeat")
+    for worker in workers:
+        worker.wait_log("message.no_task")
+        assert cluster.inspect(worker).ping() == {worker.name: {"ok": "pong"}}
 
 
 def test_restarted_ids_do_not_collide_with_dead_letters(cluster: Cluster) -> None:
