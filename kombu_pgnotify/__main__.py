@@ -1,4 +1,4 @@
-"""The command line: ``python -m kombu_pgnotify demo``, ``upgrade`` and ``sql``."""
+"""The command line: ``python -m kombu_pgnotify demo``, ``upgrade``, ``sql``, ``dead-letters``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import __version__, broker, options, schema, urls
+from .dead_letters import DeadLetter, DeadLetters
 from .errors import ConfigurationError, PgnotifyError
 from .options import Options
 from .urls import Target
@@ -76,7 +77,26 @@ def _parser() -> Parser:
         "psql. The role of the workers then needs rights on it."
     )
     sql.add_argument("--schema", metavar="S", help=SCHEMA_HELP)
+    _add_dead_letters(commands)
     return parser
+
+
+def _add_dead_letters(commands: Any) -> None:
+    dead = _command(
+        commands, "dead-letters", _dead_letters, "list, requeue or delete what was put away"
+    )
+    dead.description = (
+        "Lists the messages that were rejected, could not be read, or were delivered too often, "
+        "the latest first. --requeue sends them again, as new messages; --delete deletes them."
+    )
+    dead.add_argument("url", metavar="URL", help=URL_HELP)
+    dead.add_argument("--schema", metavar="S", help=SCHEMA_HELP)
+    dead.add_argument("--queue", metavar="Q", help="only those of this queue")
+    dead.add_argument("--limit", metavar="N", type=int, default=100, help="list so many (100)")
+    action = dead.add_mutually_exclusive_group()
+    for name, what in (("--requeue", "put them back to their queues"), ("--delete", "delete them")):
+        action.add_argument(name, metavar="ID", type=int, nargs="*", help=what)
+    dead.add_argument("--all", action="store_true", help="requeue or delete without naming any ID")
 
 
 def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
@@ -108,6 +128,33 @@ def _upgrade(given: argparse.Namespace) -> int:
         session.close()
     print(f"Schema {chosen.schema!r} is at version {schema.VERSION} on {target.describe()}.")
     return 0
+
+
+def _dead_letters(given: argparse.Namespace) -> int:
+    target = urls.parse(_broker_url(given.url), options.NAMES)
+    letters = DeadLetters(broker.for_options(_options(target, given.schema)).database)
+    if given.requeue is None and given.delete is None:
+        for letter in letters.find(given.queue, limit=given.limit):
+            print(_line(letter))
+        return 0
+    ids = given.requeue or given.delete or None
+    if ids is None and not given.all:
+        raise ConfigurationError("which ones? Name their IDs, or say --all")
+    if given.delete is None:
+        print(f"{letters.requeue(given.queue, ids)} requeued.")
+    else:
+        print(f"{letters.delete(given.queue, ids)} deleted.")
+    return 0
+
+
+def _line(letter: DeadLetter) -> str:
+    """Write a dead letter on one line; what others have written must not control a terminal."""
+    text = (
+        f"{letter.dead_letter_id}  {letter.dead_at}  queue {letter.queue}  "
+        f"{letter.task or '(no task)'}  attempts {letter.attempts}  "
+        f"last worker {letter.worker or '(none)'}  {letter.reason}"
+    )
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _sql(given: argparse.Namespace) -> int:

@@ -35,6 +35,8 @@ class Aftermath:
         self._worker = worker
         self._acknowledged: deque[tuple[float, Sequence[Fence]]] = deque()
         self._claimed_from: set[str] = set()
+        #: What the last round trip with acknowledgements, if any, has acknowledged.
+        self.latest: Sequence[Fence] = ()
         self._losses = 0
 
     def acknowledged(self, fences: Sequence[Fence], settled: set[int]) -> set[int]:
@@ -43,6 +45,7 @@ class Aftermath:
         Returns the ids of those that were not among the `settled` only because the server had
         forgotten the claim too: nobody has them, and they are done.
         """
+        self.latest = fences
         if not fences:
             return set()
         self._acknowledged.append((monotonic(), fences))

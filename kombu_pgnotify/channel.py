@@ -13,7 +13,8 @@ from . import envelopes
 from .celery.worker import free_slots, survives
 from .claims import ClaimCursor
 from .consumers import Consumer
-from .keeper import Lease, LeaseKeeper, Outcome
+from .keeper import LeaseKeeper
+from .leases import Lease, Outcome
 from .qos import QoS, discarded, flush
 from .routing import RoutingChannel
 from .store import Claimed

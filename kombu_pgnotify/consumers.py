@@ -7,7 +7,7 @@ from typing import Protocol
 
 from .claims import ClaimCursor
 from .housekeeper import Declaration
-from .keeper import Lease
+from .leases import Lease
 from .store import Claimed
 
 

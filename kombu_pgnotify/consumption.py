@@ -11,10 +11,11 @@ from time import monotonic
 from typing import TypeAlias
 
 from .broker import Broker
+from .celery.worker import is_stopping
 from .claims import Outlook
 from .consumers import Consumer, Watch, in_order
 from .errors import DatabaseUnavailable, StatementFailed
-from .keeper import Lease, Outcome
+from .leases import Lease, Outcome
 from .live import LiveQueues
 from .outage import Outage
 from .qos import discarded, flush
@@ -204,7 +205,7 @@ class Consumption:
         while True:
             if (entry := self._next_deliverable()) is not None:
                 return entry
-            if not self._fetch_somewhere(one_by_one):
+            if is_stopping() or not self._fetch_somewhere(one_by_one):
                 return self._next_live(one_by_one) if self._live else None
 
     def _next_live(self, one_by_one: bool) -> _Entry | None:
@@ -228,7 +229,9 @@ class Consumption:
         """Return the next claimed message that is still ours, for a consumer still there."""
         while (entry := self._next_waiting()) is not None:
             consumer, _, lease = entry
-            if consumer.active and (lease is None or self._broker.keeper.holds(lease)):
+            # A signal may have come while the claim was under way.
+            startable = not is_stopping() and (lease and self._broker.keeper.holds(lease))
+            if consumer.active and (lease is None or startable):
                 return entry
             self._give_back(lease)
         return None
@@ -273,12 +276,11 @@ class Consumption:
 
     def _fetch_somewhere(self, one_by_one: bool) -> bool:
         """Look at the queues that are due, in turn, until one gave something."""
-        strategy = self._broker.options.queue_order_strategy
-        watches = in_order(list(self._watches.values()), strategy, next(self._queue_turn))
         # Said before it is known, so that an ack made meanwhile by another thread wakes us.
         self._blocked = True
         blocked = False
-        for watch in watches:
+        watches, strategy = list(self._watches.values()), self._broker.options.queue_order_strategy
+        for watch in in_order(watches, strategy, next(self._queue_turn)):
             if watch.look_at > monotonic():
                 continue
             taker = self._taker(watch.queue)

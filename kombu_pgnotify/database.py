@@ -63,10 +63,13 @@ _REFUSED_CODES = ("28000", "28P01", "3D000")
 
 #: While connecting libpq gives no SQLSTATE, only its (English) words.
 _REFUSALS = (
-    "password authentication failed",
+    # For password, peer, ident, certificate, LDAP …
+    "authentication failed for user",
     "no password supplied",
     "does not exist",
     "no pg_hba.conf entry",
+    "pg_hba.conf rejects",
+    "permission denied for database",
     "is not permitted to log in",
     "invalid connection option",
     "invalid value",
@@ -74,6 +77,11 @@ _REFUSALS = (
     "definition of service",
     "service file",
     "certificate verify failed",
+    "valid client certificate",
+    "alert unknown ca",
+    "alert bad certificate",
+    "private key file",
+    "certificate file",
     "does not match host name",
     "server does not support SSL",
     "root certificate file",
@@ -238,8 +246,11 @@ class Database:
         }
         if options.statement_timeout:
             limit = round(options.statement_timeout * 1000)
+            # A role's own search_path may have others' functions before pg_catalog's.  Triggers
+            # that somebody has put on our tables find the usual.
+            ours = f'-c statement_timeout={limit} -c search_path=pg_catalog,"$user",public'
             # The user's own -c settings come last and win.
-            info["options"] = f"-c statement_timeout={limit} {info.get('options', '')}".strip()
+            info["options"] = f"{ours} {info.get('options', '')}".strip()
         password = target.password
         if options.password_source is not None:
             try:

@@ -11,9 +11,9 @@ from collections import Counter
 from time import monotonic
 from typing import Literal, TypeAlias
 
-from .errors import PgnotifyError
+from .errors import PgnotifyError, StatementFailed
 from .store import MessageStore
-from .topology import Queue, Topology
+from .topology import Queue, Topology, Touched
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ BROADCAST_LASTS = 60.0
 #: Rounds without anything in use after which the thread ends.
 IDLE_ROUNDS = 3
 
-#: Declarations remembered, the latest: for those that are consumed from.
+#: Declarations of queues, and of exchanges, remembered, the latest.
 REMEMBERED = 10_000
 
 #: Queues cleared away in one sweep.
@@ -45,13 +45,15 @@ _WARN_EVERY = 30.0
 class Declaration:
     """What this process knows of a queue it has declared: enough to declare it again."""
 
-    __slots__ = ("bindings", "name", "queue")
+    __slots__ = ("binding_version", "bindings", "name", "queue")
 
     def __init__(self, queue: Queue, name: str) -> None:
         self.queue = queue
         #: Names the declaration, see :meth:`Topology.abandon`.
         self.name = name
         self.bindings: set[tuple[str, str]] = set()
+        #: Of its row, when all of them were last seen there; None: not yet.
+        self.binding_version: int | None = None
 
 
 #: What happened to a queue: it was looked at, or has one consumer less, who came upon that
@@ -77,6 +79,7 @@ class Housekeeper:
         self._worker = worker
         self._pid = os.getpid()
         self._declarations: dict[str, Declaration] = {}
+        self._exchanges: dict[str, tuple[str, bool]] = {}
         self._count = 0
         self._in_use: Counter[str] = Counter()
         # SimpleQueue.put is safe in signal handlers, where consumers are cancelled.
@@ -104,6 +107,12 @@ class Housekeeper:
             self._declarations[declared.name] = declaration
             while len(self._declarations) > REMEMBERED:
                 self._declarations.pop(next(iter(self._declarations)), None)
+
+    def exchange_declared(self, name: str, exchange_type: str, *, durable: bool) -> None:
+        """Remember an exchange, should it have to be declared again for a queue in use."""
+        self._exchanges[name] = exchange_type, durable
+        while len(self._exchanges) > REMEMBERED:
+            self._exchanges.pop(next(iter(self._exchanges)), None)
 
     def bound(self, queue_name: str, exchange: str, routing_key: str) -> None:
         """Remember a binding."""
@@ -221,11 +230,11 @@ class Housekeeper:
             names = sorted(self._in_use)
         if names:
             lasting = self._topology.touch(names)
-            soonest = min([ROUND, *(seconds / 3 for seconds in lasting.values())])
+            soonest = min([ROUND, *(touched.lasts / 3 for touched in lasting.values())])
             self._round = max(SHORTEST_ROUND, soonest)
             for name in names:
                 declaration = self._declarations.get(name)
-                if declaration is not None and name not in lasting:
+                if declaration is not None and _is_lost(declaration, lasting.get(name)):
                     self._declare_again(declaration)
         if monotonic() >= self._sweep_at:
             self._sweep_at = monotonic() + SWEEP_EVERY * random.uniform(1, 1.5)
@@ -233,27 +242,56 @@ class Housekeeper:
                 self.sweep()
 
     def _declare_again(self, declaration: Declaration) -> None:
-        """The queue has expired while we could not reach the server, or somebody deleted it."""
+        """The queue has expired while we could not reach the server, or somebody deleted rows."""
         name = declaration.queue.name
         logger.warning("queue.lost queue=%r it is declared again", name)
         self._topology.declare_queue(declaration.queue, declaration.name)
         for exchange, routing_key in sorted(declaration.bindings):
-            self._topology.bind(name, exchange, routing_key)
+            _, there = self._topology.bind(name, exchange, routing_key)
+            if not there and (known := self._exchanges.get(exchange)) is not None:
+                kind, durable = known
+                self._topology.declare_exchange(exchange, kind, durable=durable)
+                self._topology.bind(name, exchange, routing_key)
+        declaration.binding_version = None
         # It is not live any more, and its consumer must learn that.
         self._topology.announce_bound(name)
 
     def sweep(self) -> None:
-        """Clear away expired queues and messages."""
+        """Clear away expired queues and messages, and dead letters that were kept long enough."""
+        for step in (self._sweep_queues, self._sweep_messages, self._sweep_kept):
+            try:
+                step()
+            except StatementFailed as exc:
+                # A row that the server will not let go must not keep the others.
+                logger.error("sweep.failed: %s", exc)
+
+    def _sweep_queues(self) -> None:
         for name in self._topology.expired_queues(_QUEUES_AT_A_TIME):
             logger.info("queue.expired queue=%r", name)
             self._store.purge(name, expired_only=True)
             self._topology.sweep_queue(name)
+
+    def _sweep_messages(self) -> None:
         while self._store.sweep_messages():
             pass
+
+    def _sweep_kept(self) -> None:
         self._topology.sweep_broadcasts(BROADCAST_LASTS)
+        while self._store.sweep_dead_letters():
+            pass
 
     def _warn(self, exc: PgnotifyError) -> None:
         now = monotonic()
         if now - self._warned_at >= _WARN_EVERY:
             self._warned_at = now
             logger.warning("housekeeper.unavailable: %s", exc)
+
+
+def _is_lost(declaration: Declaration, touched: Touched | None) -> bool:
+    """True if a queue in use is gone, or bindings of it that nobody has removed by the rules."""
+    if touched is None:
+        return True
+    if touched.bindings >= len(declaration.bindings):
+        declaration.binding_version = touched.version
+        return False
+    return declaration.binding_version in (None, touched.version)

@@ -8,12 +8,11 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum
 from time import monotonic
-from typing import NamedTuple
 
 from .aftermath import Aftermath
-from .errors import PgnotifyError
+from .errors import PgnotifyError, StatementFailed
+from .leases import Lease, Outcome, Settlement
 from .session import Call, Rows
 from .store import Claimed, Fence, MessageStore, Run
 
@@ -34,47 +33,6 @@ _CHUNK = 1000
 
 #: Seconds between two warnings that the database is still away.
 _WARN_EVERY = 30.0
-
-
-class Outcome(Enum):
-    """How a delivery ends."""
-
-    ACKNOWLEDGED = "acknowledged"
-    #: Given back without having been started: not an attempt.
-    RELEASED = "released"
-    #: Given back by the consumer that had it: an attempt.
-    REQUEUED = "requeued"
-    DEAD_LETTERED = "dead-lettered"
-    #: It had outlived its time when it was claimed.
-    EXPIRED = "expired"
-
-
-class Lease:
-    """One message that this process holds.
-
-    Attributes:
-        fence: names the delivery.
-        queue: where it came from and goes back to.
-        renewed_at: monotonic time the lease was got or renewed.
-        tried: the consumer raised: however it goes back, this was an attempt.
-        watch: a weak reference kept alive by the lease, see :meth:`LeaseKeeper.watch`.
-    """
-
-    __slots__ = ("fence", "queue", "renewed_at", "tried", "watch")
-
-    def __init__(self, fence: Fence, queue_name: str, renewed_at: float) -> None:
-        self.fence = fence
-        self.queue = queue_name
-        self.renewed_at = renewed_at
-        self.tried = False
-        self.watch: object = None
-
-
-class _Settlement(NamedTuple):
-    lease: Lease
-    outcome: Outcome
-    reason: str
-    since: float
 
 
 class LeaseKeeper:
@@ -99,7 +57,7 @@ class LeaseKeeper:
         self._round = min(ROUND, visibility_timeout / 6)
         self._pid = os.getpid()
         self._leases: dict[Fence, Lease] = {}
-        self._outbox: deque[_Settlement] = deque()
+        self._outbox: deque[Settlement] = deque()
         # SimpleQueue.put is safe in weakref callbacks and signal handlers.
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -113,6 +71,8 @@ class LeaseKeeper:
         self, queue_name: str, claim: Callable[[Run], list[Claimed]], asked_at: float
     ) -> tuple[list[Claimed], list[Lease]]:
         """Carry out a claim, with the acknowledgements noted so far, and hold what it gets.
+
+        What we have, or had, already is left out of what it returns.
 
         Arguments:
             claim: given what runs its statement, returns the rows.
@@ -128,7 +88,28 @@ class LeaseKeeper:
             except BaseException:
                 self._aftermath.claim_failed(queue_name)
                 raise
+            if had := self._had_before(rows, asked_at):
+                rows = [row for row in rows if row.task_id not in had]
             return rows, self.hold(queue_name, rows, asked_at)
+
+    def _had_before(self, rows: list[Claimed], asked_at: float) -> set[int]:
+        """Return the ids of those deliveries that were ours already, since these are theirs.
+
+        A claim does not wait for the disk: a server that has crashed may have forgotten it, and
+        gives us the same delivery once more.  A later one would have another number.
+        """
+        known: set[Fence] = set()
+        for row in rows:
+            if (lease := self._leases.get(Fence(row.task_id, row.delivery))) is not None:
+                lease.renewed_at = asked_at
+                known.add(lease.fence)
+        # In this order: what is settled meanwhile moves from there to here.
+        known.update(item.lease.fence for item in list(self._outbox))
+        known.update(self._aftermath.latest)
+        had = {row.task_id for row in rows if (row.task_id, row.delivery) in known}
+        if had:
+            logger.warning("claim.repeated the server had forgotten count=%d", len(had))
+        return had
 
     def hold(self, queue_name: str, rows: Iterable[Claimed], leased_at: float) -> list[Lease]:
         """Take responsibility for rows just claimed (asked for at monotonic `leased_at`)."""
@@ -152,7 +133,7 @@ class LeaseKeeper:
             outcome = Outcome.REQUEUED
         if self._leases.get(lease.fence) is lease:
             # In this order, so that the thread never sees nothing held in between.
-            self._outbox.append(_Settlement(lease, outcome, reason, monotonic()))
+            self._outbox.append(Settlement(lease, outcome, reason, monotonic()))
             self._leases.pop(lease.fence, None)
         else:
             logger.warning(
@@ -199,7 +180,7 @@ class LeaseKeeper:
         Raises:
             PgnotifyError: the acknowledgements stay noted.
         """
-        items: list[_Settlement] = []
+        items: list[Settlement] = []
         with self._flush_lock:
             before, self._flushing = self._flushing, threading.get_ident()
             try:
@@ -246,10 +227,10 @@ class LeaseKeeper:
         return known | {item.lease.fence.task_id for item in list(self._outbox)}
 
     def _settle_batch(self) -> None:
-        batch: list[_Settlement] = []
+        batch: list[Settlement] = []
         while self._outbox and len(batch) < _CHUNK:
             batch.append(self._outbox.popleft())
-        kinds: dict[tuple[Outcome, str], list[_Settlement]] = {}
+        kinds: dict[tuple[Outcome, str], list[Settlement]] = {}
         for item in batch:
             kinds.setdefault((item.outcome, item.reason), []).append(item)
         failure: PgnotifyError | None = None
@@ -257,6 +238,9 @@ class LeaseKeeper:
             for kind in list(kinds):
                 try:
                     self._tell(*kind, kinds[kind])
+                    del kinds[kind]
+                except StatementFailed:
+                    self._tell_each(kinds[kind])
                     del kinds[kind]
                 except PgnotifyError as exc:
                     # One kind that cannot be settled does not hold up the others.
@@ -266,7 +250,7 @@ class LeaseKeeper:
         if failure is not None:
             raise failure
 
-    def _tell(self, outcome: Outcome, reason: str, items: list[_Settlement]) -> None:
+    def _tell(self, outcome: Outcome, reason: str, items: list[Settlement]) -> None:
         fences = [item.lease.fence for item in items]
         queues = {item.lease.queue for item in items}
         if outcome is Outcome.ACKNOWLEDGED:
@@ -281,8 +265,24 @@ class LeaseKeeper:
             settled = self._store.release(fences, queues, self._worker, started=started)
         self._check(items, settled)
 
+    def _tell_each(self, items: list[Settlement]) -> None:
+        """One message that the server refuses to settle does not hold up the others."""
+        while items:
+            item = items[0]
+            try:
+                self._tell(item.outcome, item.reason, [item])
+            except StatementFailed as exc:
+                logger.error(
+                    "settle.refused task_id=%d queue=%r it comes back when its lease ends: %s",
+                    item.lease.fence.task_id,
+                    item.lease.queue,
+                    exc,
+                )
+            # Only now: if the server is lost meanwhile, it and the rest are still to be told.
+            items.pop(0)
+
     @staticmethod
-    def _check(items: list[_Settlement], settled: set[int]) -> None:
+    def _check(items: list[Settlement], settled: set[int]) -> None:
         """Report what could not be settled, since somebody else has it by now."""
         for item in items:
             if item.lease.fence.task_id not in settled:

@@ -62,6 +62,8 @@ class Options:
             when threads need them and closed again afterwards.
         application_name: shown in ``pg_stat_activity``; None: kombu_pgnotify@host:pid.
         max_attempts: deliveries of a message before it becomes a dead letter; None: no limit.
+        dead_letter_retention: seconds a dead letter is kept in the table of that name; None: until
+            somebody deletes it.
         health_check_interval: seconds between checks that the LISTEN connection is alive.
         eta_in_broker: keep a Celery task with an ETA in the table until it is due; False
             hands it to a worker at once, which then keeps it, as other brokers do.
@@ -96,6 +98,7 @@ class Options:
     pool_size: int = 1
     application_name: str | None = None
     max_attempts: int | None = None
+    dead_letter_retention: float | None = None
     health_check_interval: float = 25.0
     eta_in_broker: bool = True
     queue_order_strategy: str = "round_robin"
@@ -273,6 +276,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "pool_size": _count,
     "application_name": _maybe(_text),
     "max_attempts": _maybe(_count),
+    "dead_letter_retention": _maybe(_seconds),
     "health_check_interval": _seconds,
     "eta_in_broker": _flag,
     "queue_order_strategy": _one_of("round_robin", "sorted", "priority"),
@@ -284,4 +288,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 #: Options for which None is a value of its own.
-_NULLABLE = frozenset(("polling_interval", "application_name", "max_attempts", "listen_url"))
+_NULLABLE = frozenset(
+    "application_name dead_letter_retention listen_url max_attempts polling_interval".split()
+)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .errors import PgnotifyError
-from .keeper import Lease, LeaseKeeper, Outcome
+from .keeper import LeaseKeeper
+from .leases import Lease, Outcome
 from .store import Claimed
 
 if TYPE_CHECKING:

@@ -226,6 +226,7 @@ class RoutingChannel(virtual.Channel):
                 "503",
             )
         topology.declare_exchange(self.full_name(name), kind, durable=durable)
+        self.broker.housekeeper.exchange_declared(self.full_name(name), kind, durable=durable)
 
     def exchange_delete(self, exchange: str, if_unused: bool = False, nowait: bool = False) -> None:
         """Delete an exchange and its bindings; queues stay."""
@@ -318,8 +319,9 @@ class RoutingChannel(virtual.Channel):
         """Remove a binding, if there is one."""
         full_queue = self.full_name(queue)
         full_exchange = self.full_name(exchange or "amq.direct")
-        self.broker.topology.unbind(full_queue, full_exchange, routing_key or "")
+        # Forgotten first, so that it is not taken for lost in between.
         self.broker.housekeeper.unbound(full_queue, full_exchange, routing_key or "")
+        self.broker.topology.unbind(full_queue, full_exchange, routing_key or "")
 
     def list_bindings(self) -> list[tuple[str, str, str]]:
         """Return ``(queue, exchange, routing key)`` of every binding."""

@@ -19,6 +19,9 @@ OLDEST_SERVER = 140000
 #: The schema this code was written for: the number of the newest migration.
 VERSION = max(sql.migrations())
 
+#: What the names in a migration mean must not depend on who may create functions where.
+_PINNED = "SET LOCAL search_path = pg_catalog, pg_temp"
+
 #: Words that make our advisory lock's key differ from everybody else's.
 _LOCK_NAME = "kombu_pgnotify schema "
 
@@ -66,7 +69,11 @@ def script(schema: str, since: int = 0) -> str:
 
     For a DBA to read and apply; it runs in one transaction.
     """
-    parts = ["BEGIN;", f"CREATE SCHEMA IF NOT EXISTS {sql.quote_identifier(schema)};"]
+    parts = [
+        "BEGIN;",
+        f"{_PINNED};",
+        f"CREATE SCHEMA IF NOT EXISTS {sql.quote_identifier(schema)};",
+    ]
     for version in range(since + 1, VERSION + 1):
         parts.append(_migration(version, schema))
     return "\n".join([*parts, "COMMIT;", ""])
@@ -102,7 +109,7 @@ def _upgrade(session: Session, schema: str, role: str) -> None:
     quoted = sql.quote_identifier(schema)
     try:
         # The lock waits for whoever creates or upgrades at this moment; then look again.
-        session.script(f"BEGIN; SELECT pg_advisory_xact_lock({_lock_key(schema)})")
+        session.script(f"BEGIN; {_PINNED}; SELECT pg_advisory_xact_lock({_lock_key(schema)})")
         state = session.run((sql.statements(schema)["schema_state"], (schema,)))[0][0]
         _, _, _, has_schema, has_tables = state
         if not has_schema:

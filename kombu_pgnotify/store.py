@@ -148,7 +148,7 @@ class MessageStore:
         """Write one message into the queues that an exchange has for it, and tell live ones."""
         row = self._database.run(self._routing(exchange, routing_key, message))[0][0]
         routed, limited = _routed(row)
-        self._announce(routed.queues, PUBLISHED)
+        self.announce(routed.queues, PUBLISHED)
         self._trim(limited)
         return routed
 
@@ -178,7 +178,7 @@ class MessageStore:
             routed[place] = where
             queues.update(where.queues)
             trimmed.update(limited)
-        self._announce(sorted(queues), PUBLISHED)
+        self.announce(sorted(queues), PUBLISHED)
         self._trim(sorted(trimmed))
         return routed
 
@@ -252,7 +252,7 @@ class MessageStore:
         params = (queue, worker, list(known), _HEAD)
         released = int(self._database.run((self._statements["disown"], params))[0][0][0])
         if released:
-            self._announce([queue], RELEASED)
+            self.announce([queue], RELEASED)
         return released
 
     def losses(self) -> int:
@@ -263,13 +263,21 @@ class MessageStore:
         """Take some messages out of circulation that have outlived their time; return how many."""
         return len(self._bury((self._statements["sweep_messages"], (_CHUNK,))))
 
+    def sweep_dead_letters(self) -> int:
+        """Delete some dead letters that were kept long enough; return how many."""
+        keep = self._options.dead_letter_retention
+        if keep is None:
+            return 0
+        call = (self._statements["sweep_dead_letters"], (keep, _CHUNK))
+        return int(self._database.run(call)[0][0][0])
+
     def promote(self, queue: str) -> int:
         """Make held messages whose time has come ready; return how many."""
         rows = self._database.run((self._statements["promote"], (queue, _CHUNK)))[0]
         promoted = int(rows[0][0])
         if promoted:
             # Their ids lie below what other consumers have passed.
-            self._announce([queue], RELEASED)
+            self.announce([queue], RELEASED)
         return promoted
 
     def next_look(self, queue: str) -> float | None:
@@ -323,7 +331,8 @@ class MessageStore:
 
     # What follows a commit must not fail: the caller would take it that nothing was written.
 
-    def _announce(self, queues: Sequence[str], what: str) -> None:
+    def announce(self, queues: Sequence[str], what: str) -> None:
+        """Tell the consumers of `queues` what has happened, if that can be told."""
         if hints := self._announcements(queues, what):
             try:
                 self._database.run(hints=hints)
@@ -342,7 +351,7 @@ class MessageStore:
         """Run calls of which the last buries; return the ids, and announce where they went."""
         rows = self._database.run(*calls)[-1]
         moved = {queue: limited for _, queue, limited in rows if queue is not None}
-        self._announce(sorted(moved), PUBLISHED)
+        self.announce(sorted(moved), PUBLISHED)
         self._trim(sorted(queue for queue, limited in moved.items() if limited))
         return {task_id for task_id, _, _ in rows if task_id is not None}
 

@@ -46,6 +46,20 @@ class Binding(NamedTuple):
     version: int
 
 
+class Touched(NamedTuple):
+    """What a queue is like that can expire.
+
+    Attributes:
+        lasts: seconds it is kept when nobody uses it.
+        bindings: how many it has.
+        version: how often they were changed by those who are supposed to.
+    """
+
+    lasts: float
+    bindings: int
+    version: int
+
+
 @dataclass(frozen=True)
 class Queue:
     """A queue as declared.
@@ -227,10 +241,10 @@ class Topology:
         """Have exchanges write rows for a queue again."""
         self._run("end_live", queue)
 
-    def touch(self, queues: Sequence[str]) -> dict[str, float]:
-        """Note that queues are in use; return those that can expire, and after what seconds."""
+    def touch(self, queues: Sequence[str]) -> dict[str, Touched]:
+        """Note that queues are in use; return those that can expire."""
         rows = self._run("touch", list(queues), AUTO_DELETE_AFTER)
-        return {name: float(seconds) for name, seconds in rows}
+        return {name: Touched(float(row[0]), row[1], row[2]) for name, *row in rows}
 
     def abandon(self, queue: str, declared_by: str) -> None:
         """Delete a queue that was one consumer's own, unless it was declared anew."""

@@ -41,6 +41,23 @@ def _unblock_retries() -> None:
         functional.sleep = time.sleep  # type: ignore[attr-defined]
 
 
+def is_stopping() -> bool:
+    """True if this is a worker that was told to end, and has not noticed yet.
+
+    A prefork worker that then gets a task hands it to a process, forgets it with the others that
+    have not said that they have started, and so gives it back although it is carried out: it
+    would run twice, and billiard would wait 30 seconds for that process.
+    """
+    state = sys.modules.get("celery.worker.state")
+    if state is None:
+        return False
+    # An exit code of 0 is a reason to stop too.
+    return any(
+        told is not None and told is not False
+        for told in (state.should_stop, state.should_terminate)
+    )
+
+
 def free_slots(prefetch_count: int) -> int | None:
     """Return how many of this worker's processes have nothing to do; None: this is no worker.
 

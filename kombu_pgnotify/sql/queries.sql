@@ -82,16 +82,16 @@ WITH settings AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT * FROM {schema}.queues AS q
                         WHERE q.queue_name = r.queue_name OFFSET 0) AS q
 ), heading AS MATERIALIZED (
-    SELECT json_build_object(
-               'keys', json_agg(DISTINCT binding_key) FILTER (WHERE live),
-               'not', coalesce(json_agg(DISTINCT queue_name) FILTER (WHERE excepted), '[]'),
+    SELECT pg_catalog.json_build_object(
+               'keys', pg_catalog.json_agg(DISTINCT binding_key) FILTER (WHERE live),
+               'not', coalesce(pg_catalog.json_agg(DISTINCT queue_name) FILTER (WHERE excepted), '[]'),
                'ttl', $5::float8,
                -- NOTIFY folds equal payloads of one transaction into one.
                'n', $12::int)::text AS line
     FROM matched
     HAVING bool_or(live)
        -- Else there are too many keys for a NOTIFY, and live queues get rows too.
-       AND octet_length(json_agg(DISTINCT binding_key)::text || json_agg(DISTINCT queue_name)::text) < 7000
+       AND octet_length(pg_catalog.json_agg(DISTINCT binding_key)::text || pg_catalog.json_agg(DISTINCT queue_name)::text) < 7000
 ), written AS (
     INSERT INTO {schema}.tasks (task_name, priority, available_at, expires_at, exchange_name,
                                 routing_key, envelope, payload)
@@ -114,11 +114,11 @@ WITH settings AS MATERIALIZED (
     WHERE $10::text IS NULL OR octet_length(line) + octet_length($10::text) > 7990
     RETURNING broadcast_id
 ), told AS (
-    SELECT pg_notify($11, line || E'\n' || coalesce((SELECT '#' || broadcast_id FROM spilled), $10))
+    SELECT pg_notify($11, line || E'\n' || coalesce((SELECT '#' || broadcast_id::text FROM spilled), $10))
     FROM heading
 )
-SELECT coalesce((SELECT json_agg(task_name) FROM written), '[]')::text AS queues,
-       coalesce((SELECT json_agg(DISTINCT queue_name) FROM matched WHERE max_length IS NOT NULL),
+SELECT coalesce((SELECT pg_catalog.json_agg(task_name) FROM written), '[]')::text AS queues,
+       coalesce((SELECT pg_catalog.json_agg(DISTINCT queue_name) FROM matched WHERE max_length IS NOT NULL),
                 '[]')::text AS limited,
        (SELECT count(*) FROM told) AS live,
        EXISTS (SELECT FROM {schema}.exchanges AS e
@@ -165,7 +165,7 @@ SET lease_worker_id = $6,
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM picked))
 RETURNING task_id, deliveries, attempts, rank, envelope, payload,
           coalesce(expires_at <= now(), false),
-          CASE WHEN deaths IS NOT NULL THEN json_build_object(
+          CASE WHEN deaths IS NOT NULL THEN pg_catalog.json_build_object(
               'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END;
 
 -- name: take
@@ -193,7 +193,7 @@ DELETE FROM {schema}.tasks
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM picked))
 RETURNING task_id, least(deliveries, 2147483646) + 1, least(attempts, 2147483646) + 1, rank,
           envelope, payload, false,
-          CASE WHEN deaths IS NOT NULL THEN json_build_object(
+          CASE WHEN deaths IS NOT NULL THEN pg_catalog.json_build_object(
               'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END;
 
 -- name: acknowledge
@@ -303,7 +303,7 @@ CROSS JOIN LATERAL {schema}.bury(ARRAY(
 
 -- name: trim_turn
 -- Lets one at a time trim queue $1 of schema $2: before the statement that looks how much there is.
-SELECT pg_advisory_xact_lock(hashtextextended($2 || '.' || $1, 0));
+SELECT pg_advisory_xact_lock(pg_catalog.hashtextextended($2 || '.' || $1, 0));
 
 -- name: trim
 -- Takes what queue $1 has beyond its x-max-length from its head, for the reason maxlen.
@@ -439,4 +439,4 @@ SELECT count(*) FROM purged;
 
 -- name: listening
 -- Lists the channels this session listens on, to check that the LISTENs are in force.
-SELECT coalesce(array_to_string(ARRAY(SELECT pg_listening_channels()), ' '), '');
+SELECT coalesce(pg_catalog.array_to_string(ARRAY(SELECT pg_listening_channels()), ' '), '');

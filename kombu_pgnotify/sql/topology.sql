@@ -177,7 +177,8 @@ UPDATE {schema}.queues SET live = false WHERE queue_name = $1 AND live;
 
 -- name: touch
 -- Notes that the queues $1 are in use: puts off their expiry, and gives those that go with their
--- last consumer one, of $2 seconds.  Returns which there are and how long they last unused.
+-- last consumer one, of $2 seconds.  Returns which there are, how long they last unused, how many
+-- bindings they have, and how often those were changed.
 UPDATE {schema}.queues
 SET expires_at = now() + make_interval(
         secs => least(expires, CASE WHEN auto_delete THEN $2::float8 END))
@@ -189,7 +190,9 @@ WHERE queue_name = ANY (ARRAY(
     -- In one order, so that two who use the same queues never wait for each other.
     ORDER BY queue_name
     FOR NO KEY UPDATE OF queues))
-RETURNING queue_name, least(expires, CASE WHEN auto_delete THEN $2::float8 END);
+RETURNING queue_name, least(expires, CASE WHEN auto_delete THEN $2::float8 END),
+          (SELECT count(*) FROM {schema}.bindings AS b WHERE b.queue_name = queues.queue_name),
+          binding_version;
 
 -- name: abandon
 -- The last consumer of queue $1 here has gone: if it was its own and nobody has declared the queue

@@ -16,7 +16,7 @@ from helpers import wait_until
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
 from kombu_pgnotify.errors import DatabaseUnavailable
-from kombu_pgnotify.keeper import Lease, Outcome
+from kombu_pgnotify.leases import Lease, Outcome
 from kombu_pgnotify.store import Claimed, Outgoing
 
 MakeBroker = Callable[..., Broker]
@@ -153,3 +153,23 @@ def test_what_somebody_else_has_got_meanwhile_is_not_acknowledged_again(
     assert row.delivery == 1, "the same fence, but for the holder"
     assert again(lambda: claim(broker)) == ([], [])
     assert crashing.run_sql(LEFT) == [(1,)]
+
+
+def test_what_is_held_and_comes_again_after_a_crash_is_not_delivered_twice(
+    crashing: Server, make_broker: MakeBroker
+) -> None:
+    broker = make_broker(crashing.url(), visibility_timeout=3600)
+    publish(broker, 3)
+    _, (held, done) = claim(broker, 2)
+    crashing.restart("immediate")
+    assert crashing.run_sql(LEASED) == [(0,)], "the crash has undone nothing"
+    again(lambda: broker.store.size(QUEUE))
+    # Its ack travels with the claim that gets it again.
+    broker.keeper.settle(done, Outcome.ACKNOWLEDGED)
+    rows, leases = again(lambda: claim(broker))
+    assert [row.payload for row in rows] == [b"2"]
+    for lease in (held, *leases):
+        assert broker.keeper.holds(lease)
+        broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
+    broker.keeper.flush()
+    assert crashing.run_sql(LEFT) == [(0,)]

@@ -289,7 +289,7 @@ FORKING_PROGRAM = """
 import os, sys, time, warnings
 from kombu_pgnotify import broker as brokers, options, urls
 from kombu_pgnotify.store import Outgoing
-from kombu_pgnotify.keeper import Outcome
+from kombu_pgnotify.leases import Outcome
 
 warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: on purpose
 given = options.build(urls.parse(sys.argv[1], options.NAMES), {"visibility_timeout": 1.5})

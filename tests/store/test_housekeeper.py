@@ -77,7 +77,9 @@ def test_a_touch_puts_off_the_expiry_of_those_that_can_expire(broker: Broker, sq
     names = queues(sql)
     lasting = broker.topology.touch([*names, "unknown"])
     after = int(AUTO_DELETE_AFTER)
-    assert lasting == dict(zip(names[1:], [600, after, after, 5], strict=True))
+    assert {name: touched.lasts for name, touched in lasting.items()} == dict(
+        zip(names[1:], [600, after, after, 5], strict=True)
+    )
     assert sql(LEFT) == [(-1,), (600,), (after,), (after,), (5,)]
 
 
@@ -228,6 +230,65 @@ def test_a_queue_lost_while_in_use_is_declared_again_with_its_bindings(
     wait_until(lambda: sql("SELECT * FROM pgnotify.bindings ORDER BY 1, 2, 3") == before)
     assert queues(sql) == ["one", "two"]
     assert "queue.lost" in caplog.text
+
+
+@pytest.mark.parametrize("table", ["bindings", "exchanges"])
+def test_bindings_deleted_by_hand_come_back(broker: Broker, sql: Sql, table: str) -> None:
+    bound = [("a", "x"), ("a", "y"), ("b", "z")]
+    for exchange in ("a", "b"):
+        broker.housekeeper.exchange_declared(exchange, "topic", durable=True)
+    declare(broker, "control", *bound, **OWN)
+    listing = "SELECT exchange_name, routing_key FROM pgnotify.bindings ORDER BY 1, 2"
+    declaration = broker.housekeeper.use("control")
+    wait_until(lambda: declaration is not None and declaration.binding_version is not None)
+    for _ in range(2):
+        sql(f"DELETE FROM pgnotify.{table} WHERE exchange_name = 'a'")
+        wait_until(lambda: sql(listing) == bound)
+    assert sql("SELECT exchange_type FROM pgnotify.exchanges WHERE exchange_name = 'a'") == [
+        ("topic",)
+    ]
+    broker.housekeeper.left("control", declaration)
+
+
+def test_bindings_that_somebody_has_undone_by_the_rules_stay_away(
+    make_broker: MakeBroker, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, other = make_broker(), make_broker()
+    declare(broker, "control", ("a", "x"), ("b", "y"), **OWN)
+    touched: list[Any] = []
+    touch = broker.topology.touch
+    monkeypatch.setattr(
+        broker.topology, "touch", lambda names: touched.append(touch(names)) or touched[-1]
+    )
+    declaration = broker.housekeeper.use("control")
+    wait_until(lambda: touched)
+    other.topology.unbind("control", "b", "y")
+    other.topology.delete_exchange("a")
+    touched.clear()
+    wait_until(lambda: len(touched) > 3)
+    assert sql("SELECT * FROM pgnotify.bindings") == []
+    broker.housekeeper.left("control", declaration)
+
+
+def test_what_the_server_will_not_let_go_does_not_keep_the_rest(
+    broker: Broker, sql: Sql, caplog: pytest.LogCaptureFixture
+) -> None:
+    sql(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql"
+        " AS $$ BEGIN RAISE 'no' USING ERRCODE = '23514'; END $$"
+    )
+    sql(
+        "CREATE TRIGGER refuse BEFORE DELETE ON pgnotify.tasks FOR EACH ROW"
+        " EXECUTE FUNCTION refuse()"
+    )
+    broker.store.publish("queue", Outgoing("{}", b"", ttl=0))
+    sql(
+        "INSERT INTO pgnotify.broadcasts (published_at, envelope, payload)"
+        " VALUES (now() - interval '1 h', '', '')"
+    )
+    broker.housekeeper.sweep()
+    assert sql("SELECT * FROM pgnotify.broadcasts") == []
+    assert "sweep.failed" in caplog.text
 
 
 def test_a_queue_deleted_on_purpose_stays_deleted(

@@ -20,7 +20,8 @@ from kombu_pgnotify import keeper as keeper_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import DatabaseUnavailable
-from kombu_pgnotify.keeper import Lease, LeaseKeeper, Outcome
+from kombu_pgnotify.keeper import LeaseKeeper
+from kombu_pgnotify.leases import Lease, Outcome
 from kombu_pgnotify.store import Claimed, Fence, Outgoing
 
 MakeBroker = Callable[..., Broker]
@@ -370,3 +371,27 @@ def test_a_thousand_leases_are_settled_and_renewed(
 @pytest.fixture(autouse=True)
 def quiet_logs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kombu_pgnotify")
+
+
+def test_a_message_that_the_server_will_not_bury_holds_up_no_other(
+    broker: Broker, sql: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sql(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql"
+        " AS $$ BEGIN RAISE 'no' USING ERRCODE = '23514'; END $$"
+    )
+    sql(
+        "CREATE TRIGGER refuse BEFORE DELETE ON pgnotify.tasks FOR EACH ROW"
+        " WHEN (OLD.payload = 'bad') EXECUTE FUNCTION refuse()"
+    )
+    for payload in (b"1", b"bad", b"2"):
+        broker.store.publish("queue", Outgoing("{}", payload))
+    rows = broker.store.claim("queue", ([-1], [0], [32767]), 3, broker.worker)
+    leases = broker.keeper.hold("queue", rows, monotonic())
+    for lease in leases:
+        broker.keeper.settle(lease, Outcome.DEAD_LETTERED, "rejected")
+    broker.keeper.flush()
+    assert not broker.keeper.pending
+    assert f"settle.refused task_id={leases[1].fence.task_id}" in caplog.text
+    assert sql("SELECT payload FROM pgnotify.tasks") == [(b"bad",)]
+    assert sql("SELECT payload FROM pgnotify.dead_letters ORDER BY 1") == [(b"1",), (b"2",)]

@@ -18,7 +18,7 @@ from kombu_pgnotify import sql as queries
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.consumers import Consumer
 from kombu_pgnotify.consumption import Consumption
-from kombu_pgnotify.keeper import Lease
+from kombu_pgnotify.leases import Lease
 from kombu_pgnotify.qos import QoS
 from kombu_pgnotify.store import Claimed, Outgoing, exchange_channel_of
 from kombu_pgnotify.topology import Queue

@@ -52,7 +52,10 @@ FROM (VALUES ('direct', {bindings}), ('topic', {few}), ('few', {few}), ('fanout'
      LATERAL generate_series(1, count) AS n;
 UPDATE pgnotify.tasks SET expires_at = now() - interval '1 h' WHERE task_id % 1000 = 999;
 INSERT INTO pgnotify.broadcasts (envelope, payload)
-SELECT '{{}}', 'x' FROM generate_series(1, {bindings})
+SELECT '{{}}', 'x' FROM generate_series(1, {bindings});
+INSERT INTO pgnotify.dead_letters (task_id, task_name, priority, published_at, attempts, reason,
+                                   envelope, payload)
+SELECT n, 'queue1', 0, now(), 1, 'rejected', '{{}}', 'x' FROM generate_series(1, {bindings}) AS n
 """
 
 #: The columns of the statements' parameters, for EXPLAIN EXECUTE.
@@ -72,6 +75,7 @@ TYPES = {
     "broadcast": "bigint",
     "trim": "text",
     "sweep_messages": "int",
+    "sweep_dead_letters": "float8, int",
     "bindings_of": "text",
     "go_live": "text, int",
     "end_live": "text",
@@ -355,6 +359,7 @@ OF_ONE_QUEUE = [
     ("abandon", "'queue5', 'nobody'", 60),
     ("sweep_queue", "'queue5'", 60),
     ("broadcast", "5000", 10),
+    ("sweep_dead_letters", "3600, 100", 60),
 ]
 
 
@@ -396,9 +401,10 @@ def test_claims_renewals_and_releases_are_hot_updates(
 
 #: Statements on nothing, on tables that stay small, or on all there is; or once in a while.
 OTHERS = """
-abandon announce bind bindings claim_chore declare_exchange declare_queue delete_exchange
-delete_queue exchange_type exchanges expired_queues list_bindings listening ping schema_state
-schema_version sweep_broadcasts trim_turn unbind
+abandon announce bind bindings claim_chore dead_letters declare_exchange declare_queue
+delete_dead_letters delete_exchange delete_queue exchange_type exchanges expired_queues
+list_bindings listening ping requeue_dead_letters schema_state schema_version sweep_broadcasts
+trim_turn unbind
 """
 
 

@@ -26,7 +26,7 @@ FLOORS = [
     {"schema"},
     {"database"},
     {"store", "listener"},
-    {"aftermath", "topology"},
+    {"aftermath", "topology", "dead_letters", "leases"},
     {"keeper", "live", "housekeeper"},
     {"broker"},
 ]
@@ -252,7 +252,7 @@ MADE_OF_TEXT = {
     "schema": {
         "CREATE SCHEMA IF NOT EXISTS {sql.quote_identifier(schema)};",
         "CREATE SCHEMA {quoted}",
-        "BEGIN; SELECT pg_advisory_xact_lock({_lock_key(schema)})",
+        "BEGIN; {_PINNED}; SELECT pg_advisory_xact_lock({_lock_key(schema)})",
         "\nINSERT INTO {quoted}.migrations (version) VALUES ({version});",
     },
     "listener": {"LISTEN {quote_identifier(name)}", "UNLISTEN {quote_identifier(name)}"},

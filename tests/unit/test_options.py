@@ -114,6 +114,7 @@ WRONG: dict[str, list[Any]] = {
     "pool_size": [0, 2.5, *WRONG_NUMBERS],
     "application_name": ["", 3, "a\0b"],
     "max_attempts": [0, 1.5, *WRONG_NUMBERS],
+    "dead_letter_retention": [0, *WRONG_NUMBERS],
     "health_check_interval": [0, *WRONG_NUMBERS],
     "eta_in_broker": ["maybe"],
     "prepared_statements": ["maybe"],

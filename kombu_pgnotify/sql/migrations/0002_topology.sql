@@ -15,7 +15,8 @@ CREATE TABLE {schema}.exchanges (
 INSERT INTO {schema}.exchanges (exchange_name, exchange_type, durable)
 VALUES ('amq.direct', 'direct', true), ('amq.topic', 'topic', true), ('amq.fanout', 'fanout', true);
 
--- A declared queue.  Publishing to a name that nobody has declared works too.
+-- A declared queue.  Publishing to a name that nobody has declared works too.  The CHECKs here and
+-- below: a row by hand must not make statements fail that serve others too (bury, publish_many).
 CREATE TABLE {schema}.queues (
     queue_name text PRIMARY KEY,
     durable boolean NOT NULL,
@@ -26,13 +27,13 @@ CREATE TABLE {schema}.queues (
     -- As declared, JSON, for people; what they mean is in the columns below.
     arguments text NOT NULL,
     -- x-message-ttl in seconds; publish, publish_routed, publish_many and bury add it.
-    message_ttl float8,
+    message_ttl float8 CHECK (message_ttl BETWEEN 0 AND 1e10),
     -- x-expires in seconds; touch adds it while the queue is in use.
-    expires float8,
+    expires float8 CHECK (expires > 0 AND expires <= 1e10),
     -- x-max-priority; publish cuts off above it.
-    max_priority smallint,
+    max_priority smallint CHECK (max_priority BETWEEN 0 AND 255),
     -- x-max-length; trim drops beyond it.
-    max_length bigint,
+    max_length bigint CHECK (max_length >= 0),
     -- x-dead-letter-exchange and -routing-key; bury sends there.
     dead_letter_exchange text,
     dead_letter_routing_key text,
@@ -55,7 +56,7 @@ CREATE TABLE {schema}.bindings (
     routing_key text NOT NULL,
     queue_name text NOT NULL REFERENCES {schema}.queues ON DELETE CASCADE,
     -- The routing key as a regular expression over '.word.word...', for topic exchanges (route).
-    pattern text NOT NULL,
+    pattern text NOT NULL CHECK ((''::text ~ pattern) IS NOT NULL),
     PRIMARY KEY (exchange_name, routing_key, queue_name)
 );
 
@@ -88,7 +89,7 @@ ALTER TABLE {schema}.tasks
     ADD COLUMN deaths jsonb
         -- Somebody's INSERT must not hold up the burial of others.
         CHECK (jsonb_typeof(deaths) = 'array'
-               AND NOT jsonb_path_exists(deaths, '$[*] ? (@.type() != "object" || @.count.type() != "number" || @.count > 1000000000)', silent => true));
+               AND NOT jsonb_path_exists(deaths, '$[*] ? (@.type() != "object" || @.count.type() != "number" || @.count > 1000000000 || @.count.floor() != @.count)', silent => true));
 
 -- Serves sweep_messages.
 CREATE INDEX tasks_expiring ON {schema}.tasks (expires_at) WHERE expires_at IS NOT NULL;
@@ -156,7 +157,9 @@ BEGIN ATOMIC
         FROM grave AS g CROSS JOIN LATERAL (
             SELECT routed.queue_name FROM {schema}.route(g.dlx, g.dlk) AS routed
             UNION ALL
-            SELECT g.name_prefix || g.dlk WHERE g.dlx = ''
+            -- A longer name fits into no index: there is no such queue.
+            SELECT g.name_prefix || g.dlk
+            WHERE g.dlx = '' AND octet_length(g.name_prefix || g.dlk) <= 2000
         ) AS t
         WHERE NOT EXISTS (
             SELECT FROM jsonb_array_elements(g.all_deaths) WITH ORDINALITY AS earlier (d, place)
@@ -182,6 +185,7 @@ BEGIN ATOMIC
                envelope, payload
         FROM grave
         WHERE keep AND dlx IS NULL
+        ORDER BY task_id
     )
     SELECT task_id, NULL::text, false FROM grave
     UNION ALL

@@ -1,0 +1,51 @@
+"""Leases: one message that this process holds, and how that ends."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from .store import Fence
+
+
+class Outcome(Enum):
+    """How a delivery ends."""
+
+    ACKNOWLEDGED = "acknowledged"
+    #: Given back without having been started: not an attempt.
+    RELEASED = "released"
+    #: Given back by the consumer that had it: an attempt.
+    REQUEUED = "requeued"
+    DEAD_LETTERED = "dead-lettered"
+    #: It had outlived its time when it was claimed.
+    EXPIRED = "expired"
+
+
+class Lease:
+    """One message that this process holds.
+
+    Attributes:
+        fence: names the delivery.
+        queue: where it came from and goes back to.
+        renewed_at: monotonic time the lease was got or renewed.
+        tried: the consumer raised: however it goes back, this was an attempt.
+        watch: a weak reference kept alive by the lease, see :meth:`LeaseKeeper.watch`.
+    """
+
+    __slots__ = ("fence", "queue", "renewed_at", "tried", "watch")
+
+    def __init__(self, fence: Fence, queue_name: str, renewed_at: float) -> None:
+        self.fence = fence
+        self.queue = queue_name
+        self.renewed_at = renewed_at
+        self.tried = False
+        self.watch: object = None
+
+
+class Settlement(NamedTuple):
+    """A delivery that has ended, and that the server is to be told of."""
+
+    lease: Lease
+    outcome: Outcome
+    reason: str
+    since: float
