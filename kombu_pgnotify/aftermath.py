@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
-from .store import Fence, MessageStore
+from .messages import Fence
+from .store import MessageStore
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ try:
 except ImportError:  # kombu before 5.7 has no batches
     from kombu.exceptions import KombuError as BatchPublishError  # type: ignore[assignment]
 
-from .store import Outgoing
+from .messages import Outgoing
 
 if TYPE_CHECKING:
     from .routing import RoutingChannel

@@ -7,17 +7,18 @@ from queue import Empty
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from kombu.exceptions import SerializationError, SerializerNotInstalled
 from kombu.transport import virtual
 
 from . import envelopes
-from .celery.worker import free_slots, survives
+from .celery.worker import free_slots, misshapen, survives
 from .claims import ClaimCursor
 from .consumers import Consumer
 from .keeper import LeaseKeeper
 from .leases import Lease, Outcome
+from .messages import Claimed
 from .qos import QoS, discarded, flush
 from .routing import RoutingChannel
-from .store import Claimed
 
 if TYPE_CHECKING:
     from .transport import Transport
@@ -38,6 +39,8 @@ DATA_ERRORS = (
     RecursionError,
     TypeError,
     ValueError,
+    SerializationError,
+    SerializerNotInstalled,
 )
 
 #: Characters of an error kept as a reason.
@@ -81,6 +84,8 @@ class Channel(RoutingChannel):
             if message is None:
                 return
             try:
+                if (what := misshapen(message.headers)) and survives(callback):
+                    raise ValueError(what)
                 callback(message)
             except Exception as exc:
                 if isinstance(exc, DATA_ERRORS) and survives(callback):

@@ -8,7 +8,7 @@ from typing import Protocol
 from .claims import ClaimCursor
 from .housekeeper import Declaration
 from .leases import Lease
-from .store import Claimed
+from .messages import Claimed
 
 
 class Credit(Protocol):

@@ -17,9 +17,9 @@ from .consumers import Consumer, Watch, in_order
 from .errors import DatabaseUnavailable, StatementFailed
 from .leases import Lease, Outcome
 from .live import LiveQueues
+from .messages import RELEASED, Claimed, channel_of
 from .outage import Outage
 from .qos import discarded, flush
-from .store import RELEASED, Claimed, channel_of
 from .topology import BOUND
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .database import Database
+from .messages import PUBLISHED
 from .session import Rows
-from .store import PUBLISHED, MessageStore
+from .store import MessageStore
 
 #: Dead letters moved or deleted by one statement.
 _CHUNK = 1000

@@ -11,7 +11,7 @@ from typing import Any
 
 from kombu.utils import json as kombu_json
 
-from .store import Claimed
+from .messages import Claimed
 
 #: ``body_encoding`` of a body that is text, and of one that is bytes.
 TEXT, BINARY = "utf-8", "binary"

@@ -13,8 +13,9 @@ from time import monotonic
 from .aftermath import Aftermath
 from .errors import PgnotifyError, StatementFailed
 from .leases import Lease, Outcome, Settlement
+from .messages import Claimed, Fence
 from .session import Call, Rows
-from .store import Claimed, Fence, MessageStore, Run
+from .store import MessageStore, Run
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ ROUND = 1.0
 
 #: Rounds without anything held after which the thread ends.
 IDLE_ROUNDS = 10
+
+#: Seconds that the thread waits for the lock at the most.  Who has it may have been interrupted
+#: by a signal handler that sleeps (Celery's soft shutdown): renewals cannot wait for that.
+LOCK_PATIENCE = 0.1
 
 #: Leases settled or renewed by one statement.
 _CHUNK = 1000
@@ -301,10 +306,9 @@ class LeaseKeeper:
                 self._listen_inside()
                 self._renew_due(monotonic())
                 if self._leases and self._aftermath.pending:
-                    with self._flush_lock:
-                        self._aftermath.clear_up(self._known)
+                    self._unless_locked(lambda: self._aftermath.clear_up(self._known))
                 if self._outbox and monotonic() - self._outbox[0].since >= self._round / 2:
-                    self.flush()
+                    self._unless_locked(self.flush)
             except PgnotifyError as exc:
                 self._warn(exc)
             except IndexError:
@@ -344,7 +348,15 @@ class LeaseKeeper:
         if forsaken:
             logger.info("lease.forsaken released=%d", forsaken)
         if hurry:
-            self.flush()
+            self._unless_locked(self.flush)
+
+    def _unless_locked(self, work: Callable[[], None]) -> None:
+        """Do work that needs the lock; if somebody keeps it, the next round tries again."""
+        if self._flush_lock.acquire(timeout=min(LOCK_PATIENCE, self._round / 4)):
+            try:
+                work()
+            finally:
+                self._flush_lock.release()
 
     def _renew_due(self, now: float) -> None:
         due = [le for le in list(self._leases.values()) if now - le.renewed_at >= self._renew_after]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from .store import Fence
+from .messages import Fence
 
 
 class Outcome(Enum):

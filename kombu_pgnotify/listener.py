@@ -222,8 +222,11 @@ class _Ear:
     def _check_health(self) -> None:
         """Prove that the server answers and that the LISTENs are in force."""
         self._check_at = monotonic() + self._check_every
-        names = self._session.run(self._check)[0][0][0].split()
-        missing = frozenset().union(*self._heard.values()) - set(names)
+        names, read_only = self._session.run(self._check)[0][0]
+        if read_only:
+            # Another of the URL's hosts may have taken over; publishers notify there.
+            raise DatabaseUnavailable("the server has become read-only")
+        missing = frozenset().union(*self._heard.values()) - set(names.split())
         if missing:
             raise DatabaseUnavailable(
                 f"{len(missing)} LISTENs are not in force any more: behind a pooler in "

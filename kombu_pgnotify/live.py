@@ -16,8 +16,9 @@ from enum import Enum
 from time import monotonic
 from typing import NamedTuple
 
+from .messages import Claimed, channel_of, exchange_channel_of
 from .notices import Garbage, Notice, parse
-from .store import Claimed, MessageStore, channel_of, exchange_channel_of
+from .store import MessageStore
 from .topology import Topology
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import PgnotifyError
 from .keeper import LeaseKeeper
 from .leases import Lease, Outcome
-from .store import Claimed
+from .messages import Claimed
 
 if TYPE_CHECKING:
     from .channel import Channel, Message

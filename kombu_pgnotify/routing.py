@@ -18,7 +18,7 @@ from . import envelopes
 from .batches import PublishBatch
 from .broker import Broker
 from .errors import ConfigurationError
-from .store import Outgoing, Routed
+from .messages import Outgoing, Routed
 from .topology import EXCHANGE_TYPES, Queue
 
 if TYPE_CHECKING:

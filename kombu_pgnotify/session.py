@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 _TEXT, _BINARY = 0, 1
 
-#: SQLSTATEs that say the server has dropped (26000, by a pooler's DISCARD) or outgrown (0A000,
-#: by a changed table) what was prepared: another connection prepares anew.
-_FORGOTTEN = ("26000", "0A000")
+#: SQLSTATEs after which another connection may do better: the server has dropped (26000, by a
+#: pooler's DISCARD) or outgrown (0A000, by a changed table) what was prepared, or has become
+#: read-only (25006), and another of the URL's hosts has not.
+_HOPELESS = ("26000", "0A000", "25006")
 
 
 def _int(raw: bytes) -> int:
@@ -105,7 +106,7 @@ class Session:
             self.close()
             raise
         done, *announced = outcomes
-        if isinstance(done, psycopg.Error) and done.sqlstate in _FORGOTTEN:
+        if isinstance(done, psycopg.Error) and done.sqlstate in _HOPELESS:
             self.close()
         if isinstance(done, Exception):
             raise done

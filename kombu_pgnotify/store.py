@@ -6,29 +6,32 @@ JSON) and a payload (bytes).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from . import notices
 from .claims import Ranges
 from .database import Database
-from .errors import PgnotifyError
+from .errors import PgnotifyError, StatementFailed
+from .messages import (
+    PUBLISHED,
+    RELEASED,
+    Claimed,
+    Fence,
+    Outgoing,
+    Routed,
+    channel_of,
+    exchange_channel_of,
+)
 from .session import Call, Rows
 
 logger = logging.getLogger(__name__)
 
 #: Runs one call and returns its rows.
 Run: TypeAlias = Callable[[Call], Rows]
-
-#: What an announcement says (the NOTIFY payload): a row was published …
-PUBLISHED = "published"
-
-#: … or rows came back below what consumers have already passed: look from the start.
-RELEASED = "released"
 
 #: Why a message went that had outlived its time (RabbitMQ's word).
 EXPIRED = "expired"
@@ -39,78 +42,11 @@ _CHUNK = 1000
 #: Messages at the head of a queue among which leases are looked for.
 _HEAD = 10_000
 
+#: Characters of an error kept as a reason.
+_REASON_LENGTH = 200
+
 #: Where an exact count ends: nobody can tell more apart, and counting takes time.
 _COUNT_ALL = 2**62
-
-
-class Claimed(NamedTuple):
-    """A message as :meth:`MessageStore.claim` returns it.
-
-    `delivery` is the fence: with `task_id` it names this delivery and no other.
-    `attempts` counts deliveries, this one included, without graceful releases.
-    """
-
-    task_id: int
-    delivery: int
-    attempts: int
-    rank: int
-    envelope: str
-    payload: bytes
-    #: It has outlived its time.
-    expired: bool = False
-    #: JSON: how it came here, if it was dead-lettered before.
-    died: str | None = None
-
-
-class Outgoing(NamedTuple):
-    """A message to be published.
-
-    Attributes:
-        priority: 0 to 255, higher first unless the options say otherwise.
-        available_at: ISO time with offset; the message is held until then.
-        ttl: seconds after which nobody gets it any more.
-        persistent: wait until it is on disk (AMQP's delivery mode 2).
-    """
-
-    envelope: str
-    payload: bytes
-    priority: int = 0
-    available_at: str | None = None
-    ttl: float | None = None
-    persistent: bool = True
-
-
-class Routed(NamedTuple):
-    """Where an exchange has sent a message.
-
-    Attributes:
-        queues: those that got a row.
-        live: how many notices were sent (each to any number of live queues).
-        unbound: it is a durable direct exchange that nothing is bound to.
-    """
-
-    queues: list[str]
-    live: int
-    unbound: bool
-
-
-class Fence(NamedTuple):
-    """Names one delivery of one message."""
-
-    task_id: int
-    delivery: int
-
-
-def channel_of(schema: str, queue: str) -> str:
-    """Return the NOTIFY channel of `queue`; the schema's own function computes the same."""
-    digest = hashlib.sha224(f"{schema}.{queue}".encode("utf-8", "surrogatepass")).hexdigest()
-    return "pgnotify_" + digest[:40]
-
-
-def exchange_channel_of(schema: str, exchange: str) -> str:
-    """Return the NOTIFY channel on which an exchange tells live queues."""
-    digest = hashlib.sha224(f"{schema}.{exchange}".encode("utf-8", "surrogatepass")).hexdigest()
-    return "pgnotify_x_" + digest[:40]
 
 
 def _routed(row: tuple[Any, ...]) -> tuple[Routed, list[str]]:
@@ -237,11 +173,11 @@ class MessageStore:
         self, fences: Sequence[Fence], reason: str, holder: str | None = None
     ) -> set[int]:
         """Take messages out of circulation, keeping them with `reason`."""
-        return self._bury(self._settling("bury", fences, holder, reason, True))
+        return self._bury_all(fences, holder, reason, True)
 
     def expire(self, fences: Sequence[Fence], holder: str | None = None) -> set[int]:
         """Take messages out of circulation that have outlived their time."""
-        return self._bury(self._settling("bury", fences, holder, EXPIRED, False))
+        return self._bury_all(fences, holder, EXPIRED, False)
 
     def acknowledge_again(self, fences: Sequence[Fence], worker: str) -> set[int]:
         """Acknowledge what the server may have forgotten; return the ids that it had."""
@@ -261,7 +197,11 @@ class MessageStore:
 
     def sweep_messages(self) -> int:
         """Take some messages out of circulation that have outlived their time; return how many."""
-        return len(self._bury((self._statements["sweep_messages"], (_CHUNK,))))
+        try:
+            return len(self._bury((self._statements["sweep_messages"], (_CHUNK,))))
+        except StatementFailed:
+            rows = self._database.run((self._statements["expired_messages"], (_CHUNK,)))[0]
+            return len(self._bury_all([Fence(*row) for row in rows], None, EXPIRED, False))
 
     def sweep_dead_letters(self) -> int:
         """Delete some dead letters that were kept long enough; return how many."""
@@ -346,6 +286,24 @@ class MessageStore:
                 self._bury(turn, (self._statements["trim"], (queue,)))
             except PgnotifyError as exc:
                 logger.warning("trim.failed queue=%r the next message tries again: %s", queue, exc)
+
+    def _bury_all(
+        self, fences: Sequence[Fence], holder: str | None, reason: str, keep: bool
+    ) -> set[int]:
+        """Bury messages; one that cannot go where its queue sends it holds up no other."""
+        try:
+            return self._bury(self._settling("bury", fences, holder, reason, keep))
+        except StatementFailed as exc:
+            if len(fences) > 1:
+                each = (self._bury_all([fence], holder, reason, keep) for fence in fences)
+                return set().union(*each)
+            logger.error(
+                "message.dead_lettered task_id=%d: it cannot go where its queue sends it: %s",
+                fences[0].task_id,
+                exc,
+            )
+            reason = f"{reason}: {str(exc)[:_REASON_LENGTH]}"
+            return self._settle("keep", fences, holder, reason)
 
     def _bury(self, *calls: Call) -> set[int]:
         """Run calls of which the last buries; return the ids, and announce where they went."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from .database import Database
 from .errors import ConfigurationError
+from .messages import channel_of
 from .session import Rows
-from .store import channel_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,9 @@ class Topology:
 
     def delete_exchange(self, name: str, *, if_unused: bool = False) -> None:
         """Delete an exchange and its bindings, but none of the queues."""
-        for (queue,) in self._run("delete_exchange", name, if_unused):
+        lock = (self._statements["lock_exchange"], (name,))
+        delete = (self._statements["delete_exchange"], (name, if_unused))
+        for (queue,) in self._database.run(lock, delete)[1]:
             self.announce_bound(queue)
 
     def declare_queue(self, queue: Queue, declared_by: str) -> None:

@@ -6,6 +6,9 @@ import sys
 import time
 from typing import Any
 
+#: Seconds that a time limit may have: more than any timer bears.
+_LONGEST_LIMIT = 2**31
+
 #: Worker steps that keep a list of the brokers they trust with fanout (class attributes,
 #: celery/worker/consumer/mingle.py and gossip.py).
 _STEPS = (
@@ -89,3 +92,32 @@ def survives(callback: Any) -> bool:
         if isinstance(module, str) and module.startswith("celery.worker."):
             return True
     return False
+
+
+def misshapen(headers: Any) -> str | None:
+    """Say what Celery's worker would stumble over once it has taken a task with these headers.
+
+    Outside of its message handler, that is: where it waits for a free process, that ends the
+    worker; in a green thread the message stays unsettled for ever.
+    """
+    if not isinstance(headers, dict) or "task" not in headers:
+        return None
+    limits = headers.get("timelimit")
+    if limits and not (
+        isinstance(limits, (list, tuple))
+        and len(limits) == 2
+        and all(limit is None or _is_seconds(limit) for limit in limits)
+    ):
+        return "header 'timelimit' is no pair of numbers"
+    stamps = headers.get("stamped_headers")
+    if stamps and not (
+        isinstance(stamps, (list, tuple)) and all(isinstance(stamp, str) for stamp in stamps)
+    ):
+        return "header 'stamped_headers' is no list of names"
+    if not isinstance(headers.get("shadow") or "", str):
+        return "header 'shadow' is no text"
+    return None
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < _LONGEST_LIMIT

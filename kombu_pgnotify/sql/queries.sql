@@ -301,6 +301,29 @@ CROSS JOIN LATERAL {schema}.bury(ARRAY(
     FOR UPDATE OF t
 ), $4, $5::boolean);
 
+-- name: keep
+-- Takes the messages $1 (deliveries $2, to worker $3, if given) into dead_letters for the reason $4,
+-- wherever their queues would send them.
+WITH held AS MATERIALIZED (
+    SELECT t.task_id
+    FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
+    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
+    WHERE $3::text IS NULL OR t.lease_worker_id = $3
+    ORDER BY t.task_id
+    FOR UPDATE OF t
+), removed AS (
+    DELETE FROM {schema}.tasks AS t
+    WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
+    RETURNING t.*
+), kept AS (
+    INSERT INTO {schema}.dead_letters (task_id, task_name, priority, published_at, attempts,
+                                       worker_id, reason, envelope, payload)
+    SELECT task_id, task_name, priority, published_at, attempts, lease_worker_id, $4,
+           envelope, payload
+    FROM removed
+)
+SELECT task_id FROM removed;
+
 -- name: trim_turn
 -- Lets one at a time trim queue $1 of schema $2: before the statement that looks how much there is.
 SELECT pg_advisory_xact_lock(pg_catalog.hashtextextended($2 || '.' || $1, 0));
@@ -335,6 +358,14 @@ CROSS JOIN LATERAL {schema}.bury(ARRAY(
     LIMIT $1::int
     FOR UPDATE SKIP LOCKED
 ), 'expired', false);
+
+-- name: expired_messages
+-- Lists up to $1 messages that have outlived their time, with the number of their latest delivery.
+SELECT task_id, deliveries
+FROM {schema}.tasks
+WHERE expires_at <= now() AND (lease_expiration IS NULL OR lease_expiration < now())
+ORDER BY expires_at
+LIMIT $1::int;
 
 -- name: promote
 -- Makes up to $2 held messages of queue $1 whose time has come ready, and counts them.
@@ -438,5 +469,7 @@ WITH expired AS MATERIALIZED (
 SELECT count(*) FROM purged;
 
 -- name: listening
--- Lists the channels this session listens on, to check that the LISTENs are in force.
-SELECT coalesce(pg_catalog.array_to_string(ARRAY(SELECT pg_listening_channels()), ' '), '');
+-- Lists the channels this session listens on, to check that the LISTENs are in force, and tells
+-- whether the server is read-only now: then nobody notifies there any more.
+SELECT coalesce(pg_catalog.array_to_string(ARRAY(SELECT pg_listening_channels()), ' '), ''),
+       current_setting('transaction_read_only')::boolean;

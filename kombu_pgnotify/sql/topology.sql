@@ -25,6 +25,10 @@ SELECT exchange_type FROM {schema}.exchanges WHERE exchange_name = $1;
 -- Lists the exchanges.
 SELECT exchange_name FROM {schema}.exchanges ORDER BY exchange_name;
 
+-- name: lock_exchange
+-- Keeps others from binding to exchange $1: before the statement that looks what is bound to it.
+SELECT FROM {schema}.exchanges WHERE exchange_name = $1 FOR UPDATE;
+
 -- name: delete_exchange
 -- Deletes exchange $1 with its bindings; with $2 only if it has none.  Returns the live queues
 -- that were bound to it: they get rows until their consumers have learnt of that.

@@ -7,7 +7,7 @@ from fix_cluster import Cluster
 from helpers import wait_until
 from kombu import Connection
 
-from kombu_pgnotify.store import channel_of
+from kombu_pgnotify.messages import channel_of
 
 BACKLOG = 10_000
 

@@ -16,7 +16,8 @@ from helpers import wait_until
 from kombu_pgnotify import keeper as keeper_module, options, urls
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor, Ranges
-from kombu_pgnotify.store import Claimed, Fence, MessageStore
+from kombu_pgnotify.messages import Claimed, Fence
+from kombu_pgnotify.store import MessageStore
 
 #: Seconds that a thread may take to end.
 PATIENCE = 10.0

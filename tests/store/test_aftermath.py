@@ -17,7 +17,7 @@ from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
 from kombu_pgnotify.errors import DatabaseUnavailable
 from kombu_pgnotify.leases import Lease, Outcome
-from kombu_pgnotify.store import Claimed, Outgoing
+from kombu_pgnotify.messages import Claimed, Outgoing
 
 MakeBroker = Callable[..., Broker]
 

@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor, Outlook, Ranges
-from kombu_pgnotify.store import Claimed, Fence, MessageStore, Outgoing
+from kombu_pgnotify.messages import Claimed, Fence, Outgoing
+from kombu_pgnotify.store import MessageStore
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 Claim = Callable[..., list[Claimed]]

@@ -24,7 +24,7 @@ from kombu_pgnotify.errors import (
     PgnotifyError,
     StatementFailed,
 )
-from kombu_pgnotify.store import Fence, Outgoing
+from kombu_pgnotify.messages import Fence, Outgoing
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -288,7 +288,7 @@ def test_the_connections_are_named(broker: Broker, sql: Sql) -> None:
 FORKING_PROGRAM = """
 import os, sys, time, warnings
 from kombu_pgnotify import broker as brokers, options, urls
-from kombu_pgnotify.store import Outgoing
+from kombu_pgnotify.messages import Outgoing
 from kombu_pgnotify.leases import Outcome
 
 warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: on purpose
@@ -365,7 +365,7 @@ def test_a_forked_child_leaves_the_parents_connections_and_leases_alone(database
 ENDING_PROGRAM = """
 import sys, time
 from kombu_pgnotify import broker as brokers, options, urls
-from kombu_pgnotify.store import Outgoing
+from kombu_pgnotify.messages import Outgoing
 
 broker = brokers.for_options(options.build(urls.parse(sys.argv[1], options.NAMES), {}))
 broker.database.acquire()

@@ -11,7 +11,7 @@ from kombu_pgnotify import __main__ as command_line
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
 from kombu_pgnotify.dead_letters import DeadLetters
-from kombu_pgnotify.store import Fence, Outgoing
+from kombu_pgnotify.messages import Fence, Outgoing
 from kombu_pgnotify.topology import Queue
 
 Sql = Callable[..., list[tuple[Any, ...]]]

@@ -17,7 +17,7 @@ from kombu_pgnotify import housekeeper as housekeeper_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
 from kombu_pgnotify.errors import PgnotifyError
-from kombu_pgnotify.store import Fence, Outgoing
+from kombu_pgnotify.messages import Fence, Outgoing
 from kombu_pgnotify.topology import AUTO_DELETE_AFTER, Queue
 
 MakeBroker = Callable[..., Broker]

@@ -22,7 +22,7 @@ from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import DatabaseUnavailable
 from kombu_pgnotify.keeper import LeaseKeeper
 from kombu_pgnotify.leases import Lease, Outcome
-from kombu_pgnotify.store import Claimed, Fence, Outgoing
+from kombu_pgnotify.messages import Claimed, Fence, Outgoing
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]

@@ -19,8 +19,8 @@ from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.consumers import Consumer
 from kombu_pgnotify.consumption import Consumption
 from kombu_pgnotify.leases import Lease
+from kombu_pgnotify.messages import Claimed, Outgoing, exchange_channel_of
 from kombu_pgnotify.qos import QoS
-from kombu_pgnotify.store import Claimed, Outgoing, exchange_channel_of
 from kombu_pgnotify.topology import Queue
 from kombu_pgnotify.waker import Waker
 

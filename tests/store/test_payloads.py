@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import StatementFailed
-from kombu_pgnotify.store import Fence, MessageStore, Outgoing
+from kombu_pgnotify.messages import Fence, Outgoing
+from kombu_pgnotify.store import MessageStore
 
 BODIES = {
     "empty": b"",

@@ -15,7 +15,7 @@ from helpers import wait_until
 from kombu_pgnotify import sql as queries
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
-from kombu_pgnotify.store import Fence, Outgoing
+from kombu_pgnotify.messages import Fence, Outgoing
 
 READY, FUTURE, LEASED = 50_000, 50_000, 5_000
 QUEUES = 4
@@ -67,6 +67,8 @@ TYPES = {
     "renew": "bigint[], int[], text, float8",
     "release": "bigint[], int[], text, int",
     "bury": "bigint[], int[], text, text, boolean",
+    "keep": "bigint[], int[], text, text",
+    "expired_messages": "int",
     "disown": "text, text, bigint[], int",
     "publish": "text, smallint, text, float8, boolean, text, text, bytea, boolean",
     "publish_many": "text[], smallint[], timestamptz[], float8[], boolean, text, text[], bytea[],"
@@ -403,8 +405,8 @@ def test_claims_renewals_and_releases_are_hot_updates(
 OTHERS = """
 abandon announce bind bindings claim_chore dead_letters declare_exchange declare_queue
 delete_dead_letters delete_exchange delete_queue exchange_type exchanges expired_queues
-list_bindings listening ping requeue_dead_letters schema_state schema_version sweep_broadcasts
-trim_turn unbind
+list_bindings listening lock_exchange ping requeue_dead_letters schema_state schema_version
+sweep_broadcasts trim_turn unbind
 """
 
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings, strategies as st
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import StatementFailed
-from kombu_pgnotify.store import Claimed, Fence, MessageStore, Outgoing, channel_of
+from kombu_pgnotify.messages import Claimed, Fence, Outgoing, channel_of
+from kombu_pgnotify.store import MessageStore
 from kombu_pgnotify.topology import Queue
 
 MakeBroker = Callable[..., Broker]

@@ -12,7 +12,7 @@ import pytest
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
 from kombu_pgnotify.errors import ConfigurationError, PgnotifyError
-from kombu_pgnotify.store import Fence, Outgoing
+from kombu_pgnotify.messages import Fence, Outgoing
 from kombu_pgnotify.topology import Queue
 
 MakeBroker = Callable[..., Broker]

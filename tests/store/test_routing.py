@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import StatementFailed
-from kombu_pgnotify.store import MessageStore, Outgoing
+from kombu_pgnotify.messages import Outgoing
+from kombu_pgnotify.store import MessageStore
 from kombu_pgnotify.topology import Queue, Topology, topic_pattern
 
 MakeBroker = Callable[..., Broker]

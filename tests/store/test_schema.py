@@ -23,7 +23,7 @@ from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.embedded import HOST, free_port
 from kombu_pgnotify.errors import ConfigurationError, DatabaseUnavailable
-from kombu_pgnotify.store import Fence, Outgoing, channel_of
+from kombu_pgnotify.messages import Fence, Outgoing, channel_of
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -36,7 +36,7 @@ CREATING_PROGRAM = """
 import sys
 from kombu_pgnotify import options, urls
 from kombu_pgnotify.broker import Broker
-from kombu_pgnotify.store import Outgoing
+from kombu_pgnotify.messages import Outgoing
 
 broker = Broker(options.build(urls.parse(sys.argv[1], options.NAMES), {}))
 print("waiting", flush=True)

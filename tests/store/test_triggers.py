@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
-from kombu_pgnotify.store import Fence, MessageStore, Outgoing, channel_of
+from kombu_pgnotify.messages import Fence, Outgoing, channel_of
+from kombu_pgnotify.store import MessageStore
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 

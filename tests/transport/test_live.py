@@ -16,7 +16,7 @@ from kombu import Connection, Consumer, Exchange, Message, Queue
 from kombu.asynchronous import Hub
 from kombu.pidbox import Mailbox
 
-from kombu_pgnotify.store import exchange_channel_of
+from kombu_pgnotify.messages import exchange_channel_of
 
 Connect = Callable[..., Connection]
 Sql = Callable[..., list[tuple[Any, ...]]]

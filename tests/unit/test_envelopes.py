@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from kombu_pgnotify import envelopes
 from kombu_pgnotify.envelopes import Unreadable, pack, unpack
-from kombu_pgnotify.store import Claimed
+from kombu_pgnotify.messages import Claimed
 
 any_text = st.text(st.characters())  # lone surrogates and NUL too
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | any_text

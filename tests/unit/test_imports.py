@@ -21,7 +21,7 @@ MODULES = {
 
 #: From bottom to top: a module imports only from rows above its own.
 FLOORS = [
-    {"sql", "errors", "waker", "claims", "urls", "notices", "embedded"},
+    {"sql", "errors", "waker", "claims", "urls", "notices", "embedded", "messages"},
     {"options", "session"},
     {"schema"},
     {"database"},

@@ -1,0 +1,82 @@
+"""Messages on their way in and out, and the channels on which they are announced."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+#: What an announcement says (the NOTIFY payload): a row was published …
+PUBLISHED = "published"
+
+#: … or rows came back below what consumers have already passed: look from the start.
+RELEASED = "released"
+
+
+class Claimed(NamedTuple):
+    """A message as ``MessageStore.claim`` returns it.
+
+    `delivery` is the fence: with `task_id` it names this delivery and no other.
+    `attempts` counts deliveries, this one included, without graceful releases.
+    """
+
+    task_id: int
+    delivery: int
+    attempts: int
+    rank: int
+    envelope: str
+    payload: bytes
+    #: It has outlived its time.
+    expired: bool = False
+    #: JSON: how it came here, if it was dead-lettered before.
+    died: str | None = None
+
+
+class Outgoing(NamedTuple):
+    """A message to be published.
+
+    Attributes:
+        priority: 0 to 255, higher first unless the options say otherwise.
+        available_at: ISO time with offset; the message is held until then.
+        ttl: seconds after which nobody gets it any more.
+        persistent: wait until it is on disk (AMQP's delivery mode 2).
+    """
+
+    envelope: str
+    payload: bytes
+    priority: int = 0
+    available_at: str | None = None
+    ttl: float | None = None
+    persistent: bool = True
+
+
+class Routed(NamedTuple):
+    """Where an exchange has sent a message.
+
+    Attributes:
+        queues: those that got a row.
+        live: how many notices were sent (each to any number of live queues).
+        unbound: it is a durable direct exchange that nothing is bound to.
+    """
+
+    queues: list[str]
+    live: int
+    unbound: bool
+
+
+class Fence(NamedTuple):
+    """Names one delivery of one message."""
+
+    task_id: int
+    delivery: int
+
+
+def channel_of(schema: str, queue: str) -> str:
+    """Return the NOTIFY channel of `queue`; the schema's own function computes the same."""
+    digest = hashlib.sha224(f"{schema}.{queue}".encode("utf-8", "surrogatepass")).hexdigest()
+    return "pgnotify_" + digest[:40]
+
+
+def exchange_channel_of(schema: str, exchange: str) -> str:
+    """Return the NOTIFY channel on which an exchange tells live queues."""
+    digest = hashlib.sha224(f"{schema}.{exchange}".encode("utf-8", "surrogatepass")).hexdigest()
+    return "pgnotify_x_" + digest[:40]
