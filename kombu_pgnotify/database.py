@@ -122,6 +122,11 @@ class Database:
                 # Within, so that the connection goes back to the pool.
                 self._users += 1
 
+    def adopt(self) -> None:
+        """Count one more user, whom a fork has brought here; no I/O."""
+        with self._lock:
+            self._users += 1
+
     def check(self) -> None:
         """Make sure that the server and the schema can serve us again; raises as acquire."""
         with self.session() as session:

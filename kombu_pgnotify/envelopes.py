@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kombu.exceptions import EncodeError
 from kombu.utils import json as kombu_json
 
 from .messages import Claimed
@@ -36,9 +37,12 @@ class Unreadable(ValueError):
 
 def pack(message: dict[str, Any]) -> tuple[str, bytes]:
     """Return a message's envelope and payload."""
-    body = message["body"]
+    body = message["body"] or b""
+    if not isinstance(body, (str, bytes, bytearray, memoryview)):
+        # By the serializer "raw"; bytes(5) would be five zeros.
+        raise EncodeError(f"a body is text or bytes, not {type(body).__name__}")
     envelope = {key: value for key, value in message.items() if key != "body"}
-    payload = body.encode("utf-8", _SURROGATES) if isinstance(body, str) else bytes(body or b"")
+    payload = body.encode("utf-8", _SURROGATES) if isinstance(body, str) else bytes(body)
     try:
         return kombu_json.dumps(envelope), payload
     except (TypeError, ValueError):

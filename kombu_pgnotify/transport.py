@@ -62,8 +62,7 @@ class Transport(virtual.Transport):
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
         self._options: Options | None = None
-        self._users = 0
-        self._pid = os.getpid()
+        self._pid = self._user_pid = os.getpid()
         self._connected = False
         self._link: HubLink | None = None
         self._waker: Waker | None = None
@@ -82,7 +81,12 @@ class Transport(virtual.Transport):
         """
         if self._options is None:
             self._options = _options_of(self.client)
-        return brokers.for_options(self._options)
+        broker = brokers.for_options(self._options)
+        if self._connected and broker.pid != self._user_pid:
+            # Inherited by a fork: now a user of the child's broker, whose connections stay open.
+            self._user_pid = broker.pid
+            broker.database.adopt()
+        return broker
 
     @property
     def consumption(self) -> Consumption:
@@ -135,7 +139,7 @@ class Transport(virtual.Transport):
         """
         self.broker.database.acquire()
         self._connected = True
-        self._pid = os.getpid()
+        self._pid = self._user_pid = os.getpid()
         self._avail_channels.append(self.create_channel(self))
         return self
 
@@ -155,6 +159,9 @@ class Transport(virtual.Transport):
         """Idempotent; errors of the database are logged, since kombu must go on."""
         if os.getpid() != self._pid:
             # The parent's: its sockets, leases and hub are not ours to touch.
+            if self._connected and self._user_pid == os.getpid():
+                self._connected = False
+                self.broker.database.release()
             return
         if not self._connected:
             return
