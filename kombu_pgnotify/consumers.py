@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -40,6 +41,51 @@ class Consumer:
         self.deliver = deliver
         self.active = True
         self.declaration: Declaration | None = None
+
+
+class Consumers:
+    """The consumers of one connection, by queue.
+
+    Used by one thread at a time, except that a signal handler may :meth:`remove` at any moment.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[Consumer]] = {}
+        self._turn = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def all(self) -> list[Consumer]:
+        """Return all of them."""
+        return list(itertools.chain.from_iterable(list(self._of.values())))
+
+    def add(self, consumer: Consumer) -> None:
+        """One more."""
+        self._of[consumer.queue] = [*self._of.get(consumer.queue, ()), consumer]
+
+    def remove(self, consumer: Consumer) -> bool:
+        """One less; True if its queue has others."""
+        left = [other for other in self._of.get(consumer.queue, ()) if other is not consumer]
+        if left:
+            self._of[consumer.queue] = left
+        else:
+            self._of.pop(consumer.queue, None)
+        return bool(left)
+
+    def want_more(self, queue: str) -> bool:
+        """True if anybody takes more of `queue`."""
+        return any(consumer.credit().can_consume() for consumer in self._of.get(queue, ()))
+
+    def taker(self, queue: str) -> Consumer | None:
+        """Return a consumer of `queue` that takes more, each getting its turn."""
+        consumers = self._of.get(queue, [])
+        start = next(self._turn)
+        for n in range(len(consumers)):
+            consumer = consumers[(start + n) % len(consumers)]
+            if consumer.active and consumer.credit().can_consume():
+                return consumer
+        return None
 
 
 class Watch:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from .broker import Broker
 from .celery.worker import is_stopping
 from .claims import Outlook
-from .consumers import Consumer, Watch, in_order
+from .consumers import Consumer, Consumers, Watch, in_order
 from .errors import DatabaseUnavailable, StatementFailed
 from .leases import Lease, Outcome
 from .live import LiveQueues
@@ -56,7 +56,7 @@ class Consumption:
     def __init__(self, broker: Broker, wake: Callable[[], None]) -> None:
         self._broker = broker
         self._wake = wake
-        self._consumers: dict[str, list[Consumer]] = {}
+        self._consumers = Consumers()
         self._watches: dict[str, Watch] = {}
         self._buffer: deque[_Entry] = deque()
         # Channels that something was announced on; True: look from the start.
@@ -70,7 +70,6 @@ class Consumption:
         )
         self._live_in_a_row = 0
         self._queue_turn = itertools.count()
-        self._consumer_turn = itertools.count()
         self._blocked = False
         self._losses = broker.losses
         self._outage = Outage(broker.options.outage_tolerance)
@@ -88,7 +87,7 @@ class Consumption:
     def add(self, consumer: Consumer) -> None:
         """Start consuming: look at once, and listen."""
         queue = consumer.queue
-        self._consumers[queue] = [*self._consumers.get(queue, ()), consumer]
+        self._consumers.add(consumer)
         if queue not in self._watches:
             channel = channel_of(self._broker.options.schema, queue)
             self._watches[queue] = Watch(queue, channel)
@@ -107,11 +106,7 @@ class Consumption:
         consumer.active = False
         queue = consumer.queue
         self._broker.housekeeper.left(queue, consumer.declaration)
-        left = [other for other in self._consumers.get(queue, ()) if other is not consumer]
-        if left:
-            self._consumers[queue] = left
-        else:
-            self._consumers.pop(queue, None)
+        if not self._consumers.remove(consumer):
             self._watches.pop(queue, None)
             self._live.remove(queue)
             if not self._watches:
@@ -120,7 +115,7 @@ class Consumption:
 
     def close(self) -> None:
         """Forget all consumers; what was claimed and not delivered is released."""
-        for consumer in list(itertools.chain.from_iterable(self._consumers.values())):
+        for consumer in self._consumers.all():
             self.cancel(consumer)
         self._broker.listener.unsubscribe(self)
 
@@ -185,13 +180,19 @@ class Consumption:
 
     def _next(self, one_by_one: bool) -> _Entry | None:
         """Return what to deliver next, None if there is nothing now."""
-        if self._outage.lasts:
-            if self._outage.wait() > 0:
-                # What was claimed before is ours all the same.
-                return self._next_deliverable()
-            self._broker.database.check()
-            self._outage.over()
-            self._news.update((watch.channel, True) for watch in list(self._watches.values()))
+        if not self._outage.lasts:
+            return self._find(one_by_one)
+        if self._outage.wait() > 0:
+            # What was claimed before is ours all the same.
+            return self._next_deliverable()
+        self._broker.database.check()
+        self._news.update((watch.channel, True) for watch in list(self._watches.values()))
+        entry = self._find(one_by_one)
+        self._outage.over()
+        return entry
+
+    def _find(self, one_by_one: bool) -> _Entry | None:
+        """Return the next message that was told, claimed before, or can be claimed now."""
         self._absorb_news()
         if self._live:
             for queue in self._live.tend():
@@ -215,7 +216,7 @@ class Consumption:
         """
         for queue in self._live.with_mail():
             watch = self._watches.get(queue)
-            if watch is None or (taker := self._taker(queue)) is None:
+            if watch is None or (taker := self._consumers.taker(queue)) is None:
                 continue
             if any(consumer.queue == queue for consumer, _, _ in list(self._buffer)):
                 continue
@@ -252,10 +253,11 @@ class Consumption:
         if self._outage.lasts:
             return self._outage.wait()
         times = [
-            watch.look_at for watch in list(self._watches.values()) if self._wanted(watch.queue)
+            watch.look_at
+            for watch in list(self._watches.values())
+            if self._consumers.want_more(watch.queue)
         ]
-        consumers = itertools.chain.from_iterable(list(self._consumers.values()))
-        if any(consumer.credit().waits_for_slot for consumer in consumers):
+        if any(consumer.credit().waits_for_slot for consumer in self._consumers.all()):
             times.append(monotonic() + AGAIN_SOON)
         return max(0.0, min(times) - monotonic()) if times else None
 
@@ -283,26 +285,13 @@ class Consumption:
         for watch in in_order(watches, strategy, next(self._queue_turn)):
             if watch.look_at > monotonic():
                 continue
-            taker = self._taker(watch.queue)
+            taker = self._consumers.taker(watch.queue)
             if taker is None:
                 blocked = True
             elif self._look_safely(watch, taker, one_by_one):
                 return True
         self._blocked = blocked
         return False
-
-    def _wanted(self, queue: str) -> bool:
-        return any(taker.credit().can_consume() for taker in self._consumers.get(queue, ()))
-
-    def _taker(self, queue: str) -> Consumer | None:
-        """Return a consumer of `queue` that takes more, each getting its turn."""
-        consumers = self._consumers.get(queue, [])
-        start = next(self._consumer_turn)
-        for n in range(len(consumers)):
-            consumer = consumers[(start + n) % len(consumers)]
-            if consumer.active and consumer.credit().can_consume():
-                return consumer
-        return None
 
     def _look_safely(self, watch: Watch, taker: Consumer, one_by_one: bool) -> bool:
         """Look; what one queue's rows make the server refuse must not end the others' worker."""

@@ -583,7 +583,7 @@ def test_a_cancel_from_a_signal_handler_is_harmless_wherever_it_strikes(
         if reached and boxes[0].messages:
             # Delivered before the signal, or by the line it interrupted; never after.
             assert len(boxes[0].messages) == 1
-        held = consumption._consumers.get(queue, [])
+        held = consumption._consumers._of.get(queue, [])
         assert all(consumer.active for consumer in held), f"cancelled at line {number}, and back"
         for box in [*boxes, extra]:
             box.channel.close()

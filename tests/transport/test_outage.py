@@ -133,3 +133,25 @@ def test_it_consumes_again_after_each_loss(
         send(n, retry=True)
         drain(connection, lambda: len(box.messages) == n + 1)  # noqa: B023
     assert box.bodies == [0, 1, 2]
+
+
+def test_a_server_that_answers_but_refuses_to_serve_is_not_asked_without_end(
+    connect: Connect,
+    inbox: Any,
+    drain: Any,
+    queue: str,
+    statements: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connection = connect(outage_tolerance=1)
+    store = connection.transport.broker.store
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise DatabaseUnavailable("a right is missing")
+
+    monkeypatch.setattr(store, "claim", refuse)
+    inbox(connection, queue)
+    with pytest.raises(DatabaseUnavailable):
+        drain(connection, lambda: False)
+    # Ever more rarely: 0.05, 0.1, 0.2 ... seconds apart.
+    assert statements.count(("ping",)) <= 6
