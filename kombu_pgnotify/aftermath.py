@@ -40,8 +40,10 @@ class Aftermath:
         self.latest: Sequence[Fence] = ()
         self._losses = 0
 
-    def acknowledged(self, fences: Sequence[Fence], settled: set[int]) -> set[int]:
-        """Remember for a moment what was acknowledged.
+    def acknowledged(
+        self, fences: Sequence[Fence], noted_at: Sequence[float], settled: set[int]
+    ) -> set[int]:
+        """Remember for a moment what was acknowledged (noted at monotonic times).
 
         Returns the ids of those that were not among the `settled` only because the server had
         forgotten the claim too: nobody has them, and they are done.
@@ -52,8 +54,14 @@ class Aftermath:
         self._acknowledged.append((monotonic(), fences))
         # The server has just answered; if it had crashed before, that was cleared up first.
         self._forget_written()
-        missed = [fence for fence in fences if fence.task_id not in settled]
-        return self._store.acknowledge_again(missed, self._worker)
+        now = monotonic()
+        missed = [
+            (fence, now - at)
+            for fence, at in zip(fences, noted_at, strict=True)
+            if fence.task_id not in settled
+        ]
+        ages = [age for _, age in missed]
+        return self._store.acknowledge_again([fence for fence, _ in missed], ages, self._worker)
 
     def claim_failed(self, queue: str) -> None:
         """The answer to a claim never came."""
@@ -80,7 +88,9 @@ class Aftermath:
             self._forget_written()
         else:
             fences = [fence for _, some in self._acknowledged for fence in some]
-            if again := self._store.acknowledge_again(fences, self._worker):
+            now = monotonic()
+            ages = [now - at for at, some in self._acknowledged for _ in some]
+            if again := self._store.acknowledge_again(fences, ages, self._worker):
                 logger.warning("ack.repeated the server had forgotten count=%d", len(again))
             self._losses = losses
         for queue in sorted(self._claimed_from):

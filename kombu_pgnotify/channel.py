@@ -153,6 +153,8 @@ class Channel(RoutingChannel):
             if not rows:
                 raise Empty
             row, lease = rows[0], leases[0] if leases else None
+            if lease is not None and not broker.keeper.holds(lease):
+                continue
             if not discarded(broker.keeper, row, lease, broker.options.max_attempts):
                 return row, lease
             flush(broker.keeper)

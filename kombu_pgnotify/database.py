@@ -58,6 +58,9 @@ _SCHEMA_GONE = ("42P01", "3F000", "42883")
 _RETRY_CLASSES = ("08", "40", "53", "57", "58", "XX")
 _RETRY_CODES = ("25006", "25P03", "55P03", "55006", "26000", "0A000")
 
+#: SQLSTATEs of prepared statements that are not there, or there already.
+_POOLED = ("26000", "42P05")
+
 #: SQLSTATEs of a refused login or a missing database.
 _REFUSED_CODES = ("28000", "28P01", "3D000")
 
@@ -307,6 +310,13 @@ class Database:
                 f"a right is missing on {where}: {reason}; "
                 f"grant it on schema {self.options.schema!r} (see the README, Rights)"
             )
+        if state in _POOLED:
+            return DatabaseUnavailable(
+                f"{where} cannot serve us: {reason}; behind a pooler in transaction mode set the "
+                "option prepared_statements to False"
+            )
+        if "unsupported startup parameter" in reason:
+            reason += "; behind a pooler set the option statement_timeout to 0"
         if _refused(state, reason):
             if not self._reached:
                 return ConfigurationError(f"{where} refuses the login: {reason}")

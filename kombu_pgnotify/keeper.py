@@ -77,7 +77,8 @@ class LeaseKeeper:
     ) -> tuple[list[Claimed], list[Lease]]:
         """Carry out a claim, with the acknowledgements noted so far, and hold what it gets.
 
-        What we have, or had, already is left out of what it returns.
+        What we have, or had, already is among what it returns, so that the caller sees how much
+        there was, but under a lease that we do not hold (:meth:`holds`): not to be delivered.
 
         Arguments:
             claim: given what runs its statement, returns the rows.
@@ -93,9 +94,14 @@ class LeaseKeeper:
             except BaseException:
                 self._aftermath.claim_failed(queue_name)
                 raise
-            if had := self._had_before(rows, asked_at):
-                rows = [row for row in rows if row.task_id not in had]
-            return rows, self.hold(queue_name, rows, asked_at)
+            had = self._had_before(rows, asked_at)
+            ours = iter(self.hold(queue_name, [r for r in rows if r.task_id not in had], asked_at))
+            return rows, [
+                Lease(Fence(row.task_id, row.delivery), queue_name, asked_at)
+                if row.task_id in had
+                else next(ours)
+                for row in rows
+            ]
 
     def _had_before(self, rows: list[Claimed], asked_at: float) -> set[int]:
         """Return the ids of those deliveries that were ours already, since these are theirs.
@@ -194,7 +200,8 @@ class LeaseKeeper:
                     items.append(self._outbox.popleft())
                 fences = [item.lease.fence for item in items]
                 settled, rows = self._store.run_with_acks(fences, self._worker, call)
-                settled |= self._aftermath.acknowledged(fences, settled)
+                noted_at = [item.since for item in items]
+                settled |= self._aftermath.acknowledged(fences, noted_at, settled)
             except BaseException:
                 self._outbox.extendleft(reversed(items))
                 raise
@@ -260,7 +267,8 @@ class LeaseKeeper:
         queues = {item.lease.queue for item in items}
         if outcome is Outcome.ACKNOWLEDGED:
             settled = self._store.acknowledge(fences, self._worker)
-            settled |= self._aftermath.acknowledged(fences, settled)
+            noted_at = [item.since for item in items]
+            settled |= self._aftermath.acknowledged(fences, noted_at, settled)
         elif outcome is Outcome.DEAD_LETTERED:
             settled = self._store.dead_letter(fences, reason, self._worker)
         elif outcome is Outcome.EXPIRED:

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 #: Seconds before the first and at the most between attempts to reconnect, doubling.
 FIRST_BACKOFF, LAST_BACKOFF = 0.05, 5.0
 
+#: Share of the server's notify queue in use from which on somebody should know.
+NOTIFY_QUEUE_FILLS = 0.5
+
 #: Seconds the connection is kept after the last subscriber has left.
 LINGER = 5.0
 
@@ -222,7 +225,13 @@ class _Ear:
     def _check_health(self) -> None:
         """Prove that the server answers and that the LISTENs are in force."""
         self._check_at = monotonic() + self._check_every
-        names, read_only = self._session.run(self._check)[0][0]
+        names, read_only, usage = self._session.run(self._check)[0][0]
+        if usage > NOTIFY_QUEUE_FILLS:
+            logger.warning(
+                "listener.notify_queue usage=%.0f%%: when it is full nothing can be announced; "
+                "a session that listens has not ended its transaction",
+                usage * 100,
+            )
         if read_only:
             # Another of the URL's hosts may have taken over; publishers notify there.
             raise DatabaseUnavailable("the server has become read-only")

@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 _TEXT, _BINARY = 0, 1
 
-#: SQLSTATEs after which another connection may do better: the server has dropped (26000, by a
-#: pooler's DISCARD) or outgrown (0A000, by a changed table) what was prepared, or has become
-#: read-only (25006), and another of the URL's hosts has not.
-_HOPELESS = ("26000", "0A000", "25006")
+#: SQLSTATEs after which another connection may do better: the server has dropped (26000) or got
+#: from somebody else (42P05, both behind a pooler) or outgrown (0A000, by a changed table) what was
+#: prepared, or has become read-only (25006), and another of the URL's hosts has not.
+_HOPELESS = ("26000", "42P05", "0A000", "25006")
 
 
 def _int(raw: bytes) -> int:

@@ -179,9 +179,17 @@ class MessageStore:
         """Take messages out of circulation that have outlived their time."""
         return self._bury_all(fences, holder, EXPIRED, False)
 
-    def acknowledge_again(self, fences: Sequence[Fence], worker: str) -> set[int]:
-        """Acknowledge what the server may have forgotten; return the ids that it had."""
-        return self._settle("acknowledge_again", fences, worker) if fences else set()
+    def acknowledge_again(
+        self, fences: Sequence[Fence], ages: Sequence[float], worker: str
+    ) -> set[int]:
+        """Acknowledge what the server may have forgotten; return the ids that it had.
+
+        Arguments:
+            ages: seconds since each was acknowledged first.
+        """
+        if not fences:
+            return set()
+        return self._settle("acknowledge_again", fences, worker, list(ages))
 
     def disown(self, queue: str, worker: str, known: Sequence[int]) -> int:
         """Release what `worker` has leased without knowing; return how many."""

@@ -214,12 +214,15 @@ RETURNING task_id;
 
 -- name: acknowledge_again
 -- Deletes the messages $1 once more that worker $3 has acknowledged (deliveries $2): a crash of the
--- server may have undone that, or the claim too.  Not those that somebody else has got meanwhile.
+-- server may have undone that, or the claim too.  Not those that somebody else has got meanwhile,
+-- nor any that was published less than $4 seconds ago each: a replica that lagged behind when it took
+-- over gives the same numbers to other messages.
 WITH undone AS MATERIALIZED (
     SELECT t.task_id
-    FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
+    FROM unnest($1::bigint[], $2::int[], $4::float8[]) AS settled (task_id, delivery, age)
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries <= settled.delivery
-    WHERE t.lease_worker_id IS NULL OR t.lease_worker_id = $3
+    WHERE (t.lease_worker_id IS NULL OR t.lease_worker_id = $3)
+      AND t.published_at <= now() - make_interval(secs => settled.age)
     ORDER BY t.task_id
     FOR UPDATE OF t
 )
@@ -470,6 +473,7 @@ SELECT count(*) FROM purged;
 
 -- name: listening
 -- Lists the channels this session listens on, to check that the LISTENs are in force, and tells
--- whether the server is read-only now: then nobody notifies there any more.
+-- whether the server is read-only now: then nobody notifies there any more.  Looking at the notify
+-- queue is what frees it: once it has been full nothing else does, although all have read it.
 SELECT coalesce(pg_catalog.array_to_string(ARRAY(SELECT pg_listening_channels()), ' '), ''),
-       current_setting('transaction_read_only')::boolean;
+       current_setting('transaction_read_only')::boolean, pg_notification_queue_usage();

@@ -186,7 +186,9 @@ class SlowStore:
     def losses(self) -> int:
         return 0
 
-    def acknowledge_again(self, fences: Sequence[Fence], worker: str) -> set[int]:
+    def acknowledge_again(
+        self, fences: Sequence[Fence], ages: Sequence[float], worker: str
+    ) -> set[int]:
         return set()
 
     def acknowledge(self, fences: Sequence[Fence], holder: str) -> set[int]:

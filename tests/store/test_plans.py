@@ -63,7 +63,7 @@ TYPES = {
     "claim": "text, smallint[], bigint[], smallint[], int, text, float8",
     "take": "text, smallint[], bigint[], smallint[], int",
     "acknowledge": "bigint[], int[], text",
-    "acknowledge_again": "bigint[], int[], text",
+    "acknowledge_again": "bigint[], int[], text, float8[]",
     "renew": "bigint[], int[], text, float8",
     "release": "bigint[], int[], text, int",
     "bury": "bigint[], int[], text, text, boolean",
@@ -236,7 +236,7 @@ def test_a_claim_of_an_empty_queue_reads_next_to_nothing(explain: Explain) -> No
     ("name", "extra"),
     [
         ("acknowledge", "'somebody'"),
-        ("acknowledge_again", "'somebody'"),
+        ("acknowledge_again", "'somebody', array_fill(0.0::float8, '{50}')"),
         ("renew", "NULL, 60"),
         ("release", "'somebody', 1"),
         ("bury", "NULL, 'why', true"),

@@ -88,7 +88,7 @@ def consume(broker: Broker) -> None:
     store.run_with_acks(fences[:1], None, (broker.database.statements["ping"], ()))
     assert len(store.release(fences[1:2], {"queue"}, started=True)) == 1
     assert len(store.dead_letter(fences[2:], "rejected")) == 2
-    assert store.acknowledge_again(fences, broker.worker) == {fences[1].task_id}
+    assert store.acknowledge_again(fences, [0.0] * 4, broker.worker) == {fences[1].task_id}
     assert store.disown("queue", broker.worker, []) == 0
     assert store.take("queue", EVERYTHING, 1)
     assert store.promote("queue") == 0
