@@ -12,7 +12,7 @@ from time import monotonic
 
 from .aftermath import Aftermath
 from .errors import PgnotifyError, StatementFailed
-from .leases import Lease, Outcome, Settlement
+from .leases import Lease, Outcome, Settlement, log_lost
 from .messages import Claimed, Fence
 from .session import Call, Rows
 from .store import MessageStore, Run
@@ -299,7 +299,7 @@ class LeaseKeeper:
         """Report what could not be settled, since somebody else has it by now."""
         for item in items:
             if item.lease.fence.task_id not in settled:
-                _log_lost(item.lease, f"it was not {item.outcome.value}")
+                log_lost(item.lease, f"it was not {item.outcome.value}")
 
     def _start(self) -> None:
         """Start the thread if it is not running; the caller holds the lock."""
@@ -372,11 +372,14 @@ class LeaseKeeper:
             chunk = due[start : start + _CHUNK]
             asked_at = monotonic()
             renewed = self._store.renew([lease.fence for lease in chunk], self._worker)
+            missed = [lease.fence for lease in chunk if lease.fence.task_id not in renewed]
+            locked = self._store.still_held(missed, self._worker)
             for lease in chunk:
                 if lease.fence.task_id in renewed:
                     lease.renewed_at = asked_at
-                elif self._leases.pop(lease.fence, None) is not None:
-                    _log_lost(lease, "somebody else may run it too")
+                elif lease.fence.task_id not in locked:
+                    self._leases.pop(lease.fence, None)
+                    log_lost(lease, "somebody else may run it too")
 
     def _warn(self, exc: PgnotifyError) -> None:
         now = monotonic()
@@ -388,13 +391,3 @@ class LeaseKeeper:
                 len(self._outbox),
                 exc,
             )
-
-
-def _log_lost(lease: Lease, consequence: str) -> None:
-    logger.warning(
-        "lease.lost task_id=%d delivery=%d queue=%r: %s",
-        lease.fence.task_id,
-        lease.fence.delivery,
-        lease.queue,
-        consequence,
-    )

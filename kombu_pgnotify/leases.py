@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from enum import Enum
 from typing import NamedTuple
 
 from .messages import Fence
+
+logger = logging.getLogger(__name__)
 
 
 class Outcome(Enum):
@@ -49,3 +52,14 @@ class Settlement(NamedTuple):
     outcome: Outcome
     reason: str
     since: float
+
+
+def log_lost(lease: Lease, consequence: str) -> None:
+    """Somebody else has the message by now."""
+    logger.warning(
+        "lease.lost task_id=%d delivery=%d queue=%r: %s",
+        lease.fence.task_id,
+        lease.fence.delivery,
+        lease.queue,
+        consequence,
+    )

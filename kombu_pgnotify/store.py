@@ -158,6 +158,10 @@ class MessageStore:
         """Extend leases; return the ids of those whose fence still held."""
         return self._settle("renew", fences, holder, self._options.visibility_timeout)
 
+    def still_held(self, fences: Sequence[Fence], holder: str | None = None) -> set[int]:
+        """Return the ids of those that could not be renewed only because somebody locks them."""
+        return self._settle("still_held", fences, holder) if fences else set()
+
     def release(
         self, fences: Sequence[Fence], queues: set[str], holder: str | None = None, *, started: bool
     ) -> set[int]:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["fix_postgres", "fix_proxy", "fix_worker", "fix_cluster"]
+pytest_plugins = ["fix_postgres", "fix_proxy", "fix_worker", "fix_cluster", "fix_loops"]

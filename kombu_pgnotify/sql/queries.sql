@@ -157,7 +157,8 @@ WITH picked AS MATERIALIZED (
     LIMIT $5::int
 )
 UPDATE {schema}.tasks
-SET lease_worker_id = $6,
+SET former_worker_id = coalesce(lease_worker_id, former_worker_id),
+    lease_worker_id = $6,
     lease_expiration = now() + make_interval(secs => $7::float8),
     -- Neither number may overflow, whatever somebody has written there.
     deliveries = CASE WHEN deliveries < 2147483647 THEN deliveries + 1 ELSE 1 END,
@@ -256,7 +257,8 @@ SELECT count(*) FROM released;
 
 -- name: renew
 -- Extends the leases $1 (deliveries $2, of worker $3, if given) by $4 seconds from now, as long as
--- nobody else got them.
+-- nobody else got them.  Passes over those that somebody has locked (see still_held): all the others
+-- would run out meanwhile.
 WITH held AS MATERIALIZED (
     SELECT t.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true)) AS settings
@@ -264,12 +266,19 @@ WITH held AS MATERIALIZED (
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
     WHERE t.lease_expiration IS NOT NULL AND ($3::text IS NULL OR t.lease_worker_id = $3)
     ORDER BY t.task_id
-    FOR UPDATE OF t
+    FOR UPDATE OF t SKIP LOCKED
 )
 UPDATE {schema}.tasks
 SET lease_expiration = now() + make_interval(secs => $4::float8)
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
 RETURNING task_id;
+
+-- name: still_held
+-- Returns which of the messages $1 are still leased to worker $3 (if given) by deliveries $2.
+SELECT t.task_id
+FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
+JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
+WHERE t.lease_expiration IS NOT NULL AND ($3::text IS NULL OR t.lease_worker_id = $3);
 
 -- name: release
 -- Clears the leases $1 (deliveries $2, of worker $3, if given) and takes $4 attempts back (1: never
@@ -285,7 +294,9 @@ WITH held AS MATERIALIZED (
     FOR UPDATE OF t
 )
 UPDATE {schema}.tasks
-SET lease_worker_id = NULL, lease_expiration = NULL, attempts = greatest(attempts - $4::int, 0)
+SET former_worker_id = CASE WHEN $4::int = 0 THEN lease_worker_id ELSE former_worker_id END,
+    lease_worker_id = NULL, lease_expiration = NULL,
+    attempts = greatest(attempts - $4::int, 0)
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
 RETURNING task_id;
 

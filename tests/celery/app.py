@@ -144,6 +144,12 @@ def wait_for_gate(label: str, gate: str) -> None:
     note(label, "done")
 
 
+@app.task
+def wait_for_gate_early(label: str, gate: str) -> None:
+    """Do so, acknowledged before."""
+    wait_for_gate.run(label, gate)
+
+
 @app.task(bind=True)
 def redelivered(self: Task, label: str) -> None:
     """Record whether the broker says that this is not the first time."""

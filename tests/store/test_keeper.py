@@ -203,6 +203,9 @@ class SlowStore:
     def renew(self, fences: Sequence[Fence], holder: str) -> set[int]:
         return {fence.task_id for fence in fences}
 
+    def still_held(self, fences: Sequence[Fence], holder: str) -> set[int]:
+        return set()
+
 
 @pytest.fixture
 def slow() -> SlowStore:

@@ -235,7 +235,7 @@ def test_acks_travel_with_the_claim_they_make_room_for(
     assert acks == claims[1:]
 
 
-def test_the_last_acks_go_out_in_the_same_iteration(
+def test_the_last_acks_go_out_with_the_next_iterations(
     looped: Any, inbox: Any, send: Send, queue: str, drive: Drive, hub: Hub, rows: Rows
 ) -> None:
     send(*range(5))
@@ -243,7 +243,8 @@ def test_the_last_acks_go_out_in_the_same_iteration(
     drive(lambda: len(got.messages) == 5)
     for message in got.messages:
         hub.call_soon(message.ack)
-    hub.run_once()
+    for _ in range(1 + eventloop.BREATHERS):
+        hub.run_once()
     assert rows() == (0, 0, 0)
 
 

@@ -80,6 +80,9 @@ CREATE TABLE {schema}.chores (
 INSERT INTO {schema}.chores (chore) VALUES ('sweep');
 
 ALTER TABLE {schema}.tasks
+    -- The holder before the present one: a message that has worn out its attempts is somebody's who
+    -- only finds that out, and the dead letter names who had it before (claim, release, bury).
+    ADD COLUMN former_worker_id text,
     -- From then on nobody gets it; NULL: never.  claim, take, queue_size and sweep_messages.
     ADD COLUMN expires_at timestamptz,
     -- How it came here, if not by the default exchange; bury sends it on with that.
@@ -181,8 +184,11 @@ BEGIN ATOMIC
     ), kept AS (
         INSERT INTO {schema}.dead_letters (task_id, task_name, priority, published_at, attempts,
                                            worker_id, reason, envelope, payload)
-        SELECT task_id, task_name, priority, published_at, attempts, lease_worker_id, why,
-               envelope, payload
+        -- The delivery that shows that the attempts are used up is none.
+        SELECT task_id, task_name, priority, published_at,
+               attempts - (why = 'attempts used up')::int,
+               CASE WHEN why = 'attempts used up' THEN former_worker_id ELSE lease_worker_id END,
+               why, envelope, payload
         FROM grave
         WHERE keep AND dlx IS NULL
         ORDER BY task_id
