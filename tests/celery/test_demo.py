@@ -189,7 +189,9 @@ def test_a_signal_leaves_nothing(start_demo, moment, number, code):
     demo = start_demo()
     demo.read(moment)
     demo.process.send_signal(number)
-    assert demo.end() == code
+    # Had the signal come while Python executed a text (dataclasses do that), it ends by that very
+    # signal after all is done, although the exception was caught: run_eval_code_obj (pythonrun.c).
+    assert demo.end() in ({code, -number} if number == signal.SIGINT else {code}), demo.output
     assert "Traceback" not in demo.output
     assert ("Interrupted. Everything is stopped" in demo.output) == (code == 130)
 
