@@ -89,7 +89,8 @@ class HubLink:
             # The hub does not shorten its wait for acks that deliveries have just queued
             # (call_soon from its own thread), nor for a queue that has more.
             self._waker.wake()
-            self._breathers = BREATHERS
+            # What has been claimed already needs no claim.
+            self._breathers = 0 if self._consumption.waiting else BREATHERS
         else:
             # What no claim took along.
             self._flush()
