@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
-from .messages import Fence
+from .leases import Lease
 from .store import MessageStore
 
 logger = logging.getLogger(__name__)
@@ -34,34 +34,25 @@ class Aftermath:
     def __init__(self, store: MessageStore, worker: str) -> None:
         self._store = store
         self._worker = worker
-        self._acknowledged: deque[tuple[float, Sequence[Fence]]] = deque()
+        self._acknowledged: deque[tuple[float, Sequence[Lease]]] = deque()
         self._claimed_from: set[str] = set()
         #: What the last round trip with acknowledgements, if any, has acknowledged.
-        self.latest: Sequence[Fence] = ()
+        self.latest: Sequence[Lease] = ()
         self._losses = 0
 
-    def acknowledged(
-        self, fences: Sequence[Fence], noted_at: Sequence[float], settled: set[int]
-    ) -> set[int]:
-        """Remember for a moment what was acknowledged (noted at monotonic times).
+    def acknowledged(self, leases: Sequence[Lease], settled: set[int]) -> set[int]:
+        """Remember for a moment what was acknowledged.
 
         Returns the ids of those that were not among the `settled` only because the server had
         forgotten the claim too: nobody has them, and they are done.
         """
-        self.latest = fences
-        if not fences:
+        self.latest = leases
+        if not leases:
             return set()
-        self._acknowledged.append((monotonic(), fences))
+        self._acknowledged.append((monotonic(), leases))
         # The server has just answered; if it had crashed before, that was cleared up first.
         self._forget_written()
-        now = monotonic()
-        missed = [
-            (fence, now - at)
-            for fence, at in zip(fences, noted_at, strict=True)
-            if fence.task_id not in settled
-        ]
-        ages = [age for _, age in missed]
-        return self._store.acknowledge_again([fence for fence, _ in missed], ages, self._worker)
+        return self._again([lease for lease in leases if lease.fence.task_id not in settled])
 
     def claim_failed(self, queue: str) -> None:
         """The answer to a claim never came."""
@@ -87,16 +78,17 @@ class Aftermath:
         if self._losses == losses:
             self._forget_written()
         else:
-            fences = [fence for _, some in self._acknowledged for fence in some]
-            now = monotonic()
-            ages = [now - at for at, some in self._acknowledged for _ in some]
-            if again := self._store.acknowledge_again(fences, ages, self._worker):
+            if again := self._again([lease for _, some in self._acknowledged for lease in some]):
                 logger.warning("ack.repeated the server had forgotten count=%d", len(again))
             self._losses = losses
         for queue in sorted(self._claimed_from):
             if released := self._store.disown(queue, self._worker, sorted(known())):
                 logger.warning("claim.unanswered queue=%r released=%d", queue, released)
             self._claimed_from.discard(queue)
+
+    def _again(self, leases: Sequence[Lease]) -> set[int]:
+        fences, published = [lease.fence for lease in leases], [lease.published for lease in leases]
+        return self._store.acknowledge_again(fences, published, self._worker)
 
     def _forget_written(self) -> None:
         """Forget what the server has had the time to write, and has not crashed since."""

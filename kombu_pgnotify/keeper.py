@@ -97,9 +97,7 @@ class LeaseKeeper:
             had = self._had_before(rows, asked_at)
             ours = iter(self.hold(queue_name, [r for r in rows if r.task_id not in had], asked_at))
             return rows, [
-                Lease(Fence(row.task_id, row.delivery), queue_name, asked_at)
-                if row.task_id in had
-                else next(ours)
+                Lease(row, queue_name, asked_at) if row.task_id in had else next(ours)
                 for row in rows
             ]
 
@@ -109,22 +107,33 @@ class LeaseKeeper:
         A claim does not wait for the disk: a server that has crashed may have forgotten it, and
         gives us the same delivery once more.  A later one would have another number.
         """
-        known: set[Fence] = set()
+        known = {lease.fence: lease for lease in self._aftermath.latest}
         for row in rows:
             if (lease := self._leases.get(Fence(row.task_id, row.delivery))) is not None:
-                lease.renewed_at = asked_at
-                known.add(lease.fence)
+                known[lease.fence] = lease
         # In this order: what is settled meanwhile moves from there to here.
-        known.update(item.lease.fence for item in list(self._outbox))
-        known.update(self._aftermath.latest)
-        had = {row.task_id for row in rows if (row.task_id, row.delivery) in known}
+        noted = list(self._outbox)
+        known.update((item.lease.fence, item.lease) for item in noted)
+        had = set()
+        for row in rows:
+            if (lease := known.get(Fence(row.task_id, row.delivery))) is None:
+                continue
+            if lease.published == row.published:
+                lease.renewed_at = asked_at
+                had.add(row.task_id)
+                continue
+            # Another message under the same number: that one is gone, and must not settle this.
+            self._leases.pop(lease.fence, None)
+            for item in (item for item in noted if item.lease is lease):
+                self._outbox.remove(item)
+            log_lost(lease, "the server has lost it, and given its number to another message")
         if had:
             logger.warning("claim.repeated the server had forgotten count=%d", len(had))
         return had
 
     def hold(self, queue_name: str, rows: Iterable[Claimed], leased_at: float) -> list[Lease]:
         """Take responsibility for rows just claimed (asked for at monotonic `leased_at`)."""
-        leases = [Lease(Fence(row.task_id, row.delivery), queue_name, leased_at) for row in rows]
+        leases = [Lease(row, queue_name, leased_at) for row in rows]
         with self._thread_lock:
             self._leases.update((lease.fence, lease) for lease in leases)
             self._start()
@@ -200,8 +209,7 @@ class LeaseKeeper:
                     items.append(self._outbox.popleft())
                 fences = [item.lease.fence for item in items]
                 settled, rows = self._store.run_with_acks(fences, self._worker, call)
-                noted_at = [item.since for item in items]
-                settled |= self._aftermath.acknowledged(fences, noted_at, settled)
+                settled |= self._aftermath.acknowledged([item.lease for item in items], settled)
             except BaseException:
                 self._outbox.extendleft(reversed(items))
                 raise
@@ -267,8 +275,7 @@ class LeaseKeeper:
         queues = {item.lease.queue for item in items}
         if outcome is Outcome.ACKNOWLEDGED:
             settled = self._store.acknowledge(fences, self._worker)
-            noted_at = [item.since for item in items]
-            settled |= self._aftermath.acknowledged(fences, noted_at, settled)
+            settled |= self._aftermath.acknowledged([item.lease for item in items], settled)
         elif outcome is Outcome.DEAD_LETTERED:
             settled = self._store.dead_letter(fences, reason, self._worker)
         elif outcome is Outcome.EXPIRED:

@@ -6,7 +6,7 @@ import logging
 from enum import Enum
 from typing import NamedTuple
 
-from .messages import Fence
+from .messages import Claimed, Fence
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,17 @@ class Lease:
     Attributes:
         fence: names the delivery.
         queue: where it came from and goes back to.
+        published: when the message was published, see :class:`Claimed`.
         renewed_at: monotonic time the lease was got or renewed.
         tried: the consumer raised: however it goes back, this was an attempt.
         watch: a weak reference kept alive by the lease, see :meth:`LeaseKeeper.watch`.
     """
 
-    __slots__ = ("fence", "queue", "renewed_at", "tried", "watch")
+    __slots__ = ("fence", "published", "queue", "renewed_at", "tried", "watch")
 
-    def __init__(self, fence: Fence, queue_name: str, renewed_at: float) -> None:
-        self.fence = fence
+    def __init__(self, row: Claimed, queue_name: str, renewed_at: float) -> None:
+        self.fence = Fence(row.task_id, row.delivery)
+        self.published = row.published
         self.queue = queue_name
         self.renewed_at = renewed_at
         self.tried = False

@@ -29,6 +29,9 @@ class Claimed(NamedTuple):
     expired: bool = False
     #: JSON: how it came here, if it was dead-lettered before.
     died: str | None = None
+    #: When it was published, by the server's clock (epoch): with `task_id` it names the message
+    #: even where a server that has lost its last instants gives the number to another one.
+    published: float = 0.0
 
 
 class Outgoing(NamedTuple):

@@ -184,16 +184,16 @@ class MessageStore:
         return self._bury_all(fences, holder, EXPIRED, False)
 
     def acknowledge_again(
-        self, fences: Sequence[Fence], ages: Sequence[float], worker: str
+        self, fences: Sequence[Fence], published: Sequence[float], worker: str
     ) -> set[int]:
         """Acknowledge what the server may have forgotten; return the ids that it had.
 
         Arguments:
-            ages: seconds since each was acknowledged first.
+            published: when each was published, see :class:`Claimed`.
         """
         if not fences:
             return set()
-        return self._settle("acknowledge_again", fences, worker, list(ages))
+        return self._settle("acknowledge_again", fences, worker, list(published))
 
     def disown(self, queue: str, worker: str, known: Sequence[int]) -> int:
         """Release what `worker` has leased without knowing; return how many."""

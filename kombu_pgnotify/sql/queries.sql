@@ -167,7 +167,8 @@ WHERE task_id = ANY (ARRAY(SELECT task_id FROM picked))
 RETURNING task_id, deliveries, attempts, rank, envelope, payload,
           coalesce(expires_at <= now(), false),
           CASE WHEN deaths IS NOT NULL THEN pg_catalog.json_build_object(
-              'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END;
+              'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END,
+          extract(epoch FROM published_at)::float8;
 
 -- name: take
 -- Deletes and returns up to $5 messages in claim's order, for consumers that do not acknowledge;
@@ -215,15 +216,15 @@ RETURNING task_id;
 
 -- name: acknowledge_again
 -- Deletes the messages $1 once more that worker $3 has acknowledged (deliveries $2): a crash of the
--- server may have undone that, or the claim too.  Not those that somebody else has got meanwhile,
--- nor any that was published less than $4 seconds ago each: a replica that lagged behind when it took
--- over gives the same numbers to other messages.
+-- server may have undone that, or the claim too.  Not those that somebody else has got meanwhile, nor
+-- others than those published at $4 (epoch): a server that has lost the last instants, or a replica
+-- that takes over, gives the same numbers to other messages.
 WITH undone AS MATERIALIZED (
     SELECT t.task_id
-    FROM unnest($1::bigint[], $2::int[], $4::float8[]) AS settled (task_id, delivery, age)
+    FROM unnest($1::bigint[], $2::int[], $4::float8[]) AS settled (task_id, delivery, published)
     JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries <= settled.delivery
     WHERE (t.lease_worker_id IS NULL OR t.lease_worker_id = $3)
-      AND t.published_at <= now() - make_interval(secs => settled.age)
+      AND extract(epoch FROM t.published_at)::float8 = settled.published
     ORDER BY t.task_id
     FOR UPDATE OF t
 )

@@ -174,3 +174,29 @@ def test_what_is_held_and_comes_again_after_a_crash_is_not_delivered_twice(
         broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
     broker.keeper.flush()
     assert crashing.run_sql(LEFT) == [(0,)]
+
+
+def test_another_message_under_the_number_of_a_lost_one_is_delivered_and_kept(
+    broker: Broker, sql: Callable[..., list[tuple[Any, ...]]]
+) -> None:
+    """As after a crash or failover that has lost the last messages, and their numbers with them."""
+    restart = "TRUNCATE pgnotify.tasks RESTART IDENTITY"
+    publish(broker, 2)
+    _, (held, done) = claim(broker)
+    sql(restart)
+    broker.keeper.settle(done, Outcome.ACKNOWLEDGED)
+    broker.database._losses += 1
+    broker.database._answered_at = 0.0
+    publish(broker, 3)
+    rows, leases = claim(broker)
+    assert len(rows) == 3
+    assert all(broker.keeper.holds(lease) for lease in leases)
+    assert not broker.keeper.holds(held)
+    # The old one's end must not be the new one's.
+    broker.keeper.settle(held, Outcome.ACKNOWLEDGED)
+    broker.keeper.flush()
+    assert sql(LEFT) == [(3,)]
+    for lease in leases:
+        broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
+    broker.keeper.flush()
+    assert sql(LEFT) == [(0,)]

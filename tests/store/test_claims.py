@@ -125,9 +125,12 @@ def test_a_claim_passes_over_rows_that_somebody_has_locked(
     assert [row.task_id for row in claim()] == [first]
 
 
-def test_a_claim_tells_what_the_row_says(store: MessageStore, queue: str, claim: Claim) -> None:
+def test_a_claim_tells_what_the_row_says(
+    store: MessageStore, queue: str, claim: Claim, sql: Sql
+) -> None:
     task_id = store.publish(queue, Outgoing('{"a": 1}', b"body", priority=5))
-    assert claim() == [Claimed(task_id, 1, 1, 250, '{"a": 1}', b"body")]
+    ((published,),) = sql("SELECT extract(epoch FROM published_at)::float8 FROM pgnotify.tasks")
+    assert claim() == [Claimed(task_id, 1, 1, 250, '{"a": 1}', b"body", False, None, published)]
 
 
 def test_a_lease_names_its_holder_and_lasts_the_visibility_timeout(

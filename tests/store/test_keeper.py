@@ -187,7 +187,7 @@ class SlowStore:
         return 0
 
     def acknowledge_again(
-        self, fences: Sequence[Fence], ages: Sequence[float], worker: str
+        self, fences: Sequence[Fence], published: Sequence[float], worker: str
     ) -> set[int]:
         return set()
 

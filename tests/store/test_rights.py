@@ -78,17 +78,18 @@ def consume(broker: Broker) -> None:
     """What a worker does, and what it clears away for all."""
     store, topology = broker.store, broker.topology
     publish(broker)
-    fences = []
+    fences, published = [], []
     for queue in ("queue", "kept"):
         store.publish(queue, MESSAGE)
         rows = store.claim(queue, EVERYTHING, 3, broker.worker)
         fences += [Fence(row.task_id, row.delivery) for row in rows]
+        published += [row.published for row in rows]
     assert len(fences) == 4
     assert len(store.renew(fences)) == 4
     store.run_with_acks(fences[:1], None, (broker.database.statements["ping"], ()))
     assert len(store.release(fences[1:2], {"queue"}, started=True)) == 1
     assert len(store.dead_letter(fences[2:], "rejected")) == 2
-    assert store.acknowledge_again(fences, [0.0] * 4, broker.worker) == {fences[1].task_id}
+    assert store.acknowledge_again(fences, published, broker.worker) == {fences[1].task_id}
     assert store.disown("queue", broker.worker, []) == 0
     assert store.take("queue", EVERYTHING, 1)
     assert store.promote("queue") == 0

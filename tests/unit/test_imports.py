@@ -25,8 +25,8 @@ FLOORS = [
     {"options", "session"},
     {"schema"},
     {"database"},
-    {"store", "listener"},
-    {"aftermath", "topology", "dead_letters", "leases"},
+    {"store", "listener", "leases"},
+    {"aftermath", "topology", "dead_letters"},
     {"keeper", "live", "housekeeper"},
     {"broker"},
 ]
