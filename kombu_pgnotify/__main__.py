@@ -92,11 +92,20 @@ def _add_dead_letters(commands: Any) -> None:
     dead.add_argument("url", metavar="URL", help=URL_HELP)
     dead.add_argument("--schema", metavar="S", help=SCHEMA_HELP)
     dead.add_argument("--queue", metavar="Q", help="only those of this queue")
-    dead.add_argument("--limit", metavar="N", type=int, default=100, help="list so many (100)")
+    dead.add_argument(
+        "--limit", metavar="N", type=_positive, default=100, help="list so many (100)"
+    )
     action = dead.add_mutually_exclusive_group()
     for name, what in (("--requeue", "put them back to their queues"), ("--delete", "delete them")):
         action.add_argument(name, metavar="ID", type=int, nargs="*", help=what)
     dead.add_argument("--all", action="store_true", help="requeue or delete without naming any ID")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if not 0 < number < 2**31:
+        raise ValueError
+    return number
 
 
 def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:

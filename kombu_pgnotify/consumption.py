@@ -167,7 +167,8 @@ class Consumption:
         try:
             entry = self._next(one_by_one)
         except DatabaseUnavailable as exc:
-            if self._outage.bears(exc):
+            self._broker.away = self._outage.bears(exc)
+            if self._broker.away:
                 return False
             self._broker.losses += 1
             self._losses = self._broker.losses
@@ -189,6 +190,7 @@ class Consumption:
         self._news.update((watch.channel, True) for watch in list(self._watches.values()))
         entry = self._find(one_by_one)
         self._outage.over()
+        self._broker.away = False
         return entry
 
     def _find(self, one_by_one: bool) -> _Entry | None:

@@ -341,7 +341,7 @@ def _refused(state: str, reason: str) -> bool:
 
 def _first_line(exc: psycopg.Error) -> str:
     """Return what the driver says, on one line and without its hints about TCP/IP."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip(" ^")]
     kept = [line for line in lines if not line.startswith(("Is the server", "HINT:", "LINE "))]
     return "; ".join(kept[:3]) or type(exc).__name__
 

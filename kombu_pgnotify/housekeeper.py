@@ -93,6 +93,11 @@ class Housekeeper:
 
     # -- what channels tell
 
+    @property
+    def consuming(self) -> bool:
+        """True while this process has a consumer."""
+        return bool(self._in_use)
+
     def declare(self, declared: Queue) -> None:
         """Declare a queue, and remember how if it may go by itself."""
         with self._lock:

@@ -184,7 +184,7 @@ def discarded(
 
     The caller flushes.
     """
-    if lease is None:
+    if lease is None or not keeper.holds(lease):
         return False
     if row.expired:
         keeper.settle(lease, Outcome.EXPIRED)

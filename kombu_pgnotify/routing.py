@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import replace
 from datetime import datetime
@@ -17,12 +18,15 @@ from kombu.utils.uuid import uuid
 from . import envelopes
 from .batches import PublishBatch
 from .broker import Broker
-from .errors import ConfigurationError
+from .celery.worker import is_workers_event
+from .errors import ConfigurationError, DatabaseUnavailable
 from .messages import Outgoing, Routed
 from .topology import EXCHANGE_TYPES, Queue
 
 if TYPE_CHECKING:
     from .transport import Transport
+
+logger = logging.getLogger(__name__)
 
 #: Where a declaration stops counting what is in the queue; a passive one counts all.
 DECLARE_COUNTS_TO = 1000
@@ -85,11 +89,30 @@ class RoutingChannel(virtual.Channel):
             message = dict(self.prepare_message(text, content_type="text/plain"))
         outgoing = self.prepare(message, exchange, routing_key)
         store = self.broker.store
-        if exchange:
+        if exchange and is_workers_event(exchange):
+            self._publish_event(exchange, routing_key, outgoing)
+        elif exchange:
             routed = store.publish_routed(self.full_name(exchange), routing_key, outgoing)
             self.check_routed(routed, exchange, routing_key, outgoing)
         else:
             store.publish(self.full_name(routing_key), outgoing)
+
+    def _publish_event(self, exchange: str, routing_key: str, event: Outgoing) -> None:
+        """Publish a worker's event, at most once.
+
+        Celery would try without end, in the thread of its event loop: the worker would stand
+        still while the server is away, and its consumer never come to give up.
+        """
+        broker = self.broker
+        if broker.away:
+            return
+        try:
+            broker.store.publish_routed(self.full_name(exchange), routing_key, event)
+        except DatabaseUnavailable as exc:
+            # A process of the pool consumes nothing: its task may well wait.
+            if not (broker.options.outage_tolerance and broker.housekeeper.consuming):
+                raise
+            logger.info("event.dropped routing_key=%r: %s", routing_key, exc)
 
     def prepare(self, message: dict[str, Any], exchange: str, routing_key: str) -> Outgoing:
         """Complete a kombu message and make of it what the store takes."""

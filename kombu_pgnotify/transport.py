@@ -159,8 +159,9 @@ class Transport(virtual.Transport):
         """Idempotent; errors of the database are logged, since kombu must go on."""
         if os.getpid() != self._pid:
             # The parent's: its sockets, leases and hub are not ours to touch.
-            if self._connected and self._user_pid == os.getpid():
-                self._connected = False
+            adopted = self._connected and self._user_pid == os.getpid()
+            self._connected = False
+            if adopted:
                 self.broker.database.release()
             return
         if not self._connected:

@@ -44,6 +44,15 @@ def _unblock_retries() -> None:
         functional.sleep = time.sleep  # type: ignore[attr-defined]
 
 
+def is_workers_event(exchange: str) -> bool:
+    """True if that is where this worker tells about itself and its tasks: heartbeats and such."""
+    if "celery.worker.state" not in sys.modules:
+        return False
+    from celery import current_app
+
+    return bool(exchange == current_app.conf.event_exchange)
+
+
 def is_stopping() -> bool:
     """True if this is a worker that was told to end, and has not noticed yet.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from helpers import wait_until
 LONG = 600  # seconds; only a test that fails would wait that long
 NOTICED = "Connection to broker lost"
 CONNECTED = "MainProcess] Connected to pgnotify"
-# Events and greetings that cannot be sent are tried again without an end, and nothing else is done.
+HEARTBEAT = 1  # seconds
+# Greetings that cannot be sent are tried again without an end, and nothing else is done.
 LONELY = ["--without-heartbeat", "--without-gossip", "--without-mingle"]
 INTERRUPTED, RESUMED = "consumption.interrupted", "consumption.resumed"
 LEASES = "SELECT min(lease_expiration) FROM pgnotify.tasks"
@@ -291,3 +293,32 @@ def test_a_worker_that_must_not_reconnect_ends_its_tasks_and_acknowledges_them(
     assert cluster.queued() == (2, 0)
     assert set(cluster.happened("done")) == running
     assert "lease.lost" not in worker.log()
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_events_that_cannot_be_sent_stop_neither_tasks_nor_a_shutdown(
+    cluster: Cluster, network: Network, pool: str
+) -> None:
+    """Celery would send a heartbeat again without an end, in the worker's event loop."""
+    cluster.use(visibility_timeout=LONG)
+    worker = network.worker(
+        pool,
+        concurrency=2,
+        config={"worker_prefetch_multiplier": 2},
+        args=["-E", f"--heartbeat-interval={HEARTBEAT}"],
+    )
+    labels = {f"task-{n}" for n in range(4)}
+    for label in sorted(labels):
+        cluster.tasks.wait_for_gate.delay(label, "open")
+    wait_until(lambda: len(cluster.happened("started")) == 2)
+    cluster.wait_queued(4, 4)
+    network.down()
+    worker.wait_log(INTERRUPTED)
+    # Nobody sees a heartbeat that is not sent.
+    time.sleep(2 * HEARTBEAT)
+    cluster.open_gate("open")
+    cluster.wait_happened("done", labels)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    network.up()
+    assert cluster.happened("started") == dict.fromkeys(labels, 1)
