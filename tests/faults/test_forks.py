@@ -94,7 +94,8 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Run:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         done = subprocess.run(
-            [sys.executable, str(path), *arguments],
+            # Python 3.12 and later warn of a fork beside threads, which is what is tried here.
+            [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(path), *arguments],
             env=environment,
             capture_output=True,
             text=True,
