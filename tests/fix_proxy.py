@@ -101,7 +101,10 @@ class Proxy:
         self._started.set()
         await self._stopping.wait()
         self._close_listener()
-        await self._cut()
+        # Until there is none left that was just being accepted.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await self._cut()
+            await asyncio.wait(others, timeout=0.01)
 
     async def _listen(self) -> None:
         if not self._listener or not self._listener.is_serving():

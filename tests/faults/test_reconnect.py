@@ -295,22 +295,23 @@ def test_a_worker_that_must_not_reconnect_ends_its_tasks_and_acknowledges_them(
     assert "lease.lost" not in worker.log()
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+# A worker with gevent waits for a free place itself, and takes nothing meanwhile.
+@pytest.mark.parametrize(("pool", "concurrency"), [("prefork", 2), ("threads", 2), ("gevent", 4)])
 def test_events_that_cannot_be_sent_stop_neither_tasks_nor_a_shutdown(
-    cluster: Cluster, network: Network, pool: str
+    cluster: Cluster, network: Network, pool: str, concurrency: int
 ) -> None:
     """Celery would send a heartbeat again without an end, in the worker's event loop."""
     cluster.use(visibility_timeout=LONG)
     worker = network.worker(
         pool,
-        concurrency=2,
+        concurrency=concurrency,
         config={"worker_prefetch_multiplier": 2},
         args=["-E", f"--heartbeat-interval={HEARTBEAT}"],
     )
     labels = {f"task-{n}" for n in range(4)}
     for label in sorted(labels):
         cluster.tasks.wait_for_gate.delay(label, "open")
-    wait_until(lambda: len(cluster.happened("started")) == 2)
+    wait_until(lambda: len(cluster.happened("started")) == concurrency)
     cluster.wait_queued(4, 4)
     network.down()
     worker.wait_log(INTERRUPTED)
