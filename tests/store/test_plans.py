@@ -363,7 +363,7 @@ OF_ONE_QUEUE = [
     ("abandon", "'queue5', 'nobody'", 60),
     ("sweep_queue", "'queue5'", 60),
     ("broadcast", "5000", 10),
-    ("sweep_dead_letters", "3600, 100", 60),
+    ("sweep_dead_letters", "3600, 100", 300),
 ]
 
 
