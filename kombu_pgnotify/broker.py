@@ -38,8 +38,8 @@ class Broker:
         self.worker = f"{socket.gethostname()}:{self.pid}:{uuid.uuid4().hex[:8]}"
         #: How often a consumer has found the server away.
         self.losses = 0
-        #: True while a consumer bears that the server is away.
-        self.away = False
+        #: The consumers that bear at this moment that the server is away.
+        self.interrupted: set[object] = set()
         self.database = Database(options)
         self.store = MessageStore(self.database)
         self.keeper = LeaseKeeper(self.store, self.worker, options.visibility_timeout)

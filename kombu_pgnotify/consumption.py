@@ -117,6 +117,7 @@ class Consumption:
         """Forget all consumers; what was claimed and not delivered is released."""
         for consumer in self._consumers.all():
             self.cancel(consumer)
+        self._broker.interrupted.discard(self)
         self._broker.listener.unsubscribe(self)
 
     def credit_regained(self) -> None:
@@ -167,9 +168,10 @@ class Consumption:
         try:
             entry = self._next(one_by_one)
         except DatabaseUnavailable as exc:
-            self._broker.away = self._outage.bears(exc)
-            if self._broker.away:
+            if self._outage.bears(exc):
+                self._broker.interrupted.add(self)
                 return False
+            self._broker.interrupted.discard(self)
             self._broker.losses += 1
             self._losses = self._broker.losses
             raise
@@ -190,7 +192,7 @@ class Consumption:
         self._news.update((watch.channel, True) for watch in list(self._watches.values()))
         entry = self._find(one_by_one)
         self._outage.over()
-        self._broker.away = False
+        self._broker.interrupted.discard(self)
         return entry
 
     def _find(self, one_by_one: bool) -> _Entry | None:

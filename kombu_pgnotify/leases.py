@@ -33,7 +33,7 @@ class Lease:
         published: when the message was published, see :class:`Claimed`.
         renewed_at: monotonic time the lease was got or renewed.
         tried: the consumer raised: however it goes back, this was an attempt.
-        watch: a weak reference kept alive by the lease, see :meth:`LeaseKeeper.watch`.
+        watch: a weak reference kept alive by the lease, see :meth:`QoS.let_go`.
     """
 
     __slots__ = ("fence", "published", "queue", "renewed_at", "tried", "watch")

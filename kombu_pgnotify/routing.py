@@ -104,7 +104,7 @@ class RoutingChannel(virtual.Channel):
         still while the server is away, and its consumer never come to give up.
         """
         broker = self.broker
-        if broker.away:
+        if broker.interrupted:
             return
         try:
             broker.store.publish_routed(self.full_name(exchange), routing_key, event)

@@ -155,3 +155,28 @@ def test_a_server_that_answers_but_refuses_to_serve_is_not_asked_without_end(
         drain(connection, lambda: False)
     # Ever more rarely: 0.05, 0.1, 0.2 ... seconds apart.
     assert statements.count(("ping",)) <= 6
+
+
+@pytest.mark.parametrize("end", ["back", "closed", "given up"])
+def test_nobody_is_taken_for_interrupted_for_ever(
+    proxied: Connect, proxy: Proxy, inbox: Any, drain: Any, queue: str, end: str
+) -> None:
+    """A worker sends no events meanwhile."""
+    connection = proxied(outage_tolerance=0.3 if end == "given up" else 60, polling_interval=0.05)
+    broker = connection.transport.broker
+    inbox(connection, queue)
+    drain_some(connection, 1)
+    proxy.refuse()
+    proxy.cut()
+    if end == "given up":
+        with pytest.raises(DatabaseUnavailable):
+            drain(connection, lambda: False)
+    else:
+        drain_some(connection, 5)
+        assert broker.interrupted
+        if end == "closed":
+            connection.collect(1)
+    proxy.accept()
+    if end == "back":
+        wait_until(lambda: drain_some(connection, 1) or not broker.interrupted)
+    assert not broker.interrupted
