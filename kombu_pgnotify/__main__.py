@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from . import __version__, broker, options, schema, urls
@@ -93,19 +93,23 @@ def _add_dead_letters(commands: Any) -> None:
     dead.add_argument("--schema", metavar="S", help=SCHEMA_HELP)
     dead.add_argument("--queue", metavar="Q", help="only those of this queue")
     dead.add_argument(
-        "--limit", metavar="N", type=_positive, default=100, help="list so many (100)"
+        "--limit", metavar="N", type=_number(2**31), default=100, help="list so many (100)"
     )
     action = dead.add_mutually_exclusive_group()
     for name, what in (("--requeue", "put them back to their queues"), ("--delete", "delete them")):
-        action.add_argument(name, metavar="ID", type=int, nargs="*", help=what)
+        action.add_argument(name, metavar="ID", type=_number(2**63), nargs="*", help=what)
     dead.add_argument("--all", action="store_true", help="requeue or delete without naming any ID")
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if not 0 < number < 2**31:
-        raise ValueError
-    return number
+def _number(end: int) -> Callable[[str], int]:
+    """Return what reads a whole number from 1 up to, but not including, `end`."""
+
+    def read(text: str) -> int:
+        if not (text.isdecimal() and 0 < int(text) < end):
+            raise argparse.ArgumentTypeError(f"not a number from 1 to {end - 1}: {text!r}")
+        return int(text)
+
+    return read
 
 
 def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:

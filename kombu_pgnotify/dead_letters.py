@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from .database import Database
 from .messages import PUBLISHED
-from .session import Rows
 from .store import MessageStore
 
 #: Dead letters moved or deleted by one statement.
@@ -59,34 +58,29 @@ class DeadLetters:
         self._store = MessageStore(database)
         self._statements = database.statements
 
-    def find(
-        self, queue: str | None = None, ids: Sequence[int] | None = None, limit: int = 100
-    ) -> list[DeadLetter]:
+    def find(self, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
         """Return up to `limit` of them, the latest first."""
-        params = (queue, limit, None if ids is None else [*ids])
-        rows = self._database.run((self._statements["dead_letters"], params))[0]
+        rows = self._database.run((self._statements["dead_letters"], (queue, limit)))[0]
         return [DeadLetter(*row) for row in rows]
 
     def requeue(self, queue: str | None = None, ids: Sequence[int] | None = None) -> int:
         """Put them back to the end of their queues, as new messages; return how many."""
-        total = 0
-        while True:
-            rows = self._run("requeue_dead_letters", queue, ids)
-            moved = sum(int(count) for _, count in rows)
-            self._store.announce([name for name, _ in rows], PUBLISHED)
-            total += moved
-            if moved < _CHUNK:
-                return total
+        return self._clear(queue, ids, requeue=True)
 
     def delete(self, queue: str | None = None, ids: Sequence[int] | None = None) -> int:
         """Delete them; return how many."""
+        return self._clear(queue, ids, requeue=False)
+
+    def _clear(self, queue: str | None, ids: Sequence[int] | None, *, requeue: bool) -> int:
+        # A worker that rejects them at once must not keep us busy.
+        newest = self._database.run((self._statements["newest_dead_letter"], ()))[0][0][0]
+        params = (queue, None if ids is None else [*ids], newest, _CHUNK, requeue)
         total = 0
         while True:
-            deleted = int(self._run("delete_dead_letters", queue, ids)[0][0])
-            total += deleted
-            if deleted < _CHUNK:
+            rows = self._database.run((self._statements["clear_dead_letters"], params))[0]
+            if requeue:
+                self._store.announce([name for name, _ in rows], PUBLISHED)
+            cleared = sum(int(count) for _, count in rows)
+            total += cleared
+            if cleared < _CHUNK:
                 return total
-
-    def _run(self, name: str, queue: str | None, ids: Sequence[int] | None) -> Rows:
-        params = (queue, None if ids is None else [*ids], _CHUNK)
-        return self._database.run((self._statements[name], params))[0]

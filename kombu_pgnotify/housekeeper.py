@@ -268,7 +268,7 @@ class Housekeeper:
                 step()
             except StatementFailed as exc:
                 # A row that the server will not let go must not keep the others.
-                logger.error("sweep.failed: %s", exc)
+                logger.error("sweep.failed %s: %s", step.__name__.lstrip("_"), exc)
 
     def _sweep_queues(self) -> None:
         for name in self._topology.expired_queues(_QUEUES_AT_A_TIME):

@@ -118,6 +118,18 @@ class Cluster:
             lambda: f"{event} did not happen to {sorted(labels - set(self.happened(event)))[:20]}",
         )
 
+    def fill(self, count: int = 8) -> set[str]:
+        """Publish late tasks that wait for the gate `open`; return their labels."""
+        labels = {f"late-{n}" for n in range(count)}
+        for label in sorted(labels):
+            self.tasks.wait_for_gate.delay(label, "open")
+        return labels
+
+    def wait_started(self, count: int) -> set[str]:
+        """Wait until so many tasks have started, and return them."""
+        wait_until(lambda: len(self.happened("started")) >= count, 30)
+        return set(self.happened("started"))
+
     def open_gate(self, name: str) -> None:
         """Let the tasks that wait for the gate end."""
         self.sql("INSERT INTO gates VALUES (%s)", name)

@@ -61,20 +61,6 @@ def _use(cluster: Cluster, **options: Any) -> None:
     cluster.use(**{"visibility_timeout": LONG, "polling_interval": 1, **options})
 
 
-def _fill(cluster: Cluster, count: int) -> set[str]:
-    """Publish late tasks that wait for the gate `open`."""
-    labels = {f"late-{n}" for n in range(count)}
-    for label in sorted(labels):
-        cluster.tasks.wait_for_gate.delay(label, "open")
-    return labels
-
-
-def _started(cluster: Cluster, count: int) -> set[str]:
-    """Wait until so many tasks have started, and return them."""
-    wait_until(lambda: len(cluster.happened("started")) >= count, 30)
-    return set(cluster.happened("started"))
-
-
 def _wait_logged(worker: CeleryWorker, text: str, times: int) -> None:
     wait_until(lambda: worker.log().count(text) >= times, 30, worker.log)
 
@@ -93,10 +79,10 @@ def test_a_short_outage_drops_nothing_and_keeps_the_leases(
 ) -> None:
     # A lease is renewed after a second, and lives through an outage of almost two.
     cluster.use(visibility_timeout=3)
-    labels = _fill(cluster, 6)
+    labels = cluster.fill(6)
     config = {"worker_prefetch_multiplier": 3}
     worker = network.worker(pool, concurrency=2, config=config, args=LONELY)
-    _started(cluster, 2)
+    cluster.wait_started(2)
     cluster.wait_queued(6, 6)
     other = _other(cluster)
     for n in range(2):
@@ -128,7 +114,7 @@ def test_what_was_prefetched_is_carried_out_during_an_outage(
     config = {"worker_prefetch_multiplier": 6}
     worker = network.worker(pool, concurrency=1, config=config, args=LONELY)
     cluster.tasks.wait_for_gate.delay("first", "open")
-    _started(cluster, 1)
+    cluster.wait_started(1)
     labels = {f"early-{n}" for n in range(3)} | {f"late-{n}" for n in range(2)}
     for label in sorted(labels):
         task = cluster.tasks.record if label.startswith("early") else cluster.tasks.record_late
@@ -164,10 +150,10 @@ def test_a_long_outage_frees_what_celery_drops_and_repeats_nothing(
     cluster: Cluster, network: Network, pool: str, slots: int, prefetch: int
 ) -> None:
     _use(cluster, outage_tolerance=0.5)
-    labels = _fill(cluster, 6)
+    labels = cluster.fill(6)
     config = {"worker_prefetch_multiplier": prefetch}
     worker = network.worker(pool, concurrency=slots, config=config, args=LONELY)
-    running = _started(cluster, min(slots, 6))
+    running = cluster.wait_started(min(slots, 6))
     if pool != "solo":
         cluster.wait_queued(6, 6)
     other = _other(cluster)
@@ -182,7 +168,7 @@ def test_a_long_outage_frees_what_celery_drops_and_repeats_nothing(
     if pool != "solo":
         # What was dropped is the other's at once; what runs is still held, and so is what threads
         # are going to run.
-        started = _started(cluster, 2 if pool == "threads" else 6)
+        started = cluster.wait_started(2 if pool == "threads" else 6)
         cluster.wait_queued(6, 6)
         assert running <= started
         cluster.open_gate("open")
@@ -205,7 +191,7 @@ def test_celery_cancels_late_tasks_at_a_long_outage_and_others_have_them_at_once
     worker = network.worker(concurrency=2, config=config, args=LONELY)
     cluster.tasks.wait_for_gate.delay("late", "open")
     cluster.tasks.wait_for_gate_early.delay("early", "open")
-    _started(cluster, 2)
+    cluster.wait_started(2)
     cluster.wait_queued(1, 1)
     other = _other(cluster)
     network.down()
@@ -228,7 +214,7 @@ def test_a_late_task_whose_process_was_killed_during_an_outage_is_anothers_at_on
     config = {"task_reject_on_worker_lost": True, "worker_prefetch_multiplier": 1}
     worker = network.worker(concurrency=1, config=config, args=LONELY)
     cluster.tasks.wait_for_gate.delay("late", "open")
-    _started(cluster, 1)
+    cluster.wait_started(1)
     other = _other(cluster)
     network.down()
     _wait_logged(worker, INTERRUPTED, 1)
@@ -257,8 +243,8 @@ def test_a_worker_that_gives_up_reconnecting_ends_and_its_tasks_come_back(
     cluster.use(visibility_timeout=4, outage_tolerance=0.2)
     config = {"broker_connection_max_retries": 1, "worker_prefetch_multiplier": 3}
     worker = network.worker(concurrency=1, config=config, args=LONELY)
-    labels = _fill(cluster, 3)
-    running = _started(cluster, 1)
+    labels = cluster.fill(3)
+    running = cluster.wait_started(1)
     cluster.wait_queued(3, 3)
     network.down()
     _wait_logged(worker, NOTICED, 1)
@@ -280,8 +266,8 @@ def test_a_worker_that_must_not_reconnect_ends_its_tasks_and_acknowledges_them(
     _use(cluster, outage_tolerance=0.2)
     config = {"broker_connection_retry": False, "worker_prefetch_multiplier": 3}
     worker = network.worker(concurrency=1, config=config, args=LONELY)
-    _fill(cluster, 3)
-    running = _started(cluster, 1)
+    cluster.fill(3)
+    running = cluster.wait_started(1)
     cluster.wait_queued(3, 3)
     network.down()
     worker.wait_log("Shutting down")

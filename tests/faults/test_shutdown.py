@@ -34,20 +34,6 @@ def _use(cluster: Cluster, **options: Any) -> None:
     cluster.use(**{"visibility_timeout": LONG, "polling_interval": LONG, **options})
 
 
-def _fill(cluster: Cluster, count: int = 8) -> set[str]:
-    """Publish late tasks that wait for the gate `open`."""
-    labels = {f"late-{n}" for n in range(count)}
-    for label in sorted(labels):
-        cluster.tasks.wait_for_gate.delay(label, "open")
-    return labels
-
-
-def _started(cluster: Cluster, count: int) -> set[str]:
-    """Wait until so many tasks have started, and return them."""
-    wait_until(lambda: len(cluster.happened("started")) >= count, 30)
-    return set(cluster.happened("started"))
-
-
 def _leased_by(cluster: Cluster, worker: CeleryWorker) -> int:
     return cluster.sql(
         "SELECT count(*) FROM pgnotify.tasks WHERE split_part(lease_worker_id, ':', 2) = %s",
@@ -91,8 +77,8 @@ def test_a_warm_shutdown_ends_what_runs_and_gives_the_rest_to_others(
     worker = cluster.worker(pool, concurrency=2, config={"worker_prefetch_multiplier": 4})
     cluster.tasks.wait_for_gate.apply_async(("scheduled", "open"), countdown=LONG)
     cluster.wait_queued(1, 1)
-    labels = _fill(cluster)
-    _started(cluster, 1 if pool == "solo" else 2)
+    labels = cluster.fill()
+    cluster.wait_started(1 if pool == "solo" else 2)
     other = cluster.worker("threads", concurrency=16, config={"worker_prefetch_multiplier": 1})
     cluster.wait_queued(9, 9)
     if how == "remote":
@@ -102,7 +88,7 @@ def test_a_warm_shutdown_ends_what_runs_and_gives_the_rest_to_others(
         worker.wait_log(WARM)
     if pool in ("prefork", "threads"):
         # The other one has what had not started while the first still works.
-        _started(cluster, 7)
+        cluster.wait_started(7)
         assert worker.returncode is None
     # All others listen between two tasks only.
     cluster.open_gate("open")
@@ -127,9 +113,9 @@ def test_a_cold_shutdown_gives_back_late_tasks_running_or_not(cluster: Cluster, 
     worker = cluster.worker(concurrency=3, config={"worker_prefetch_multiplier": 4}, env=env)
     cluster.tasks.wait_for_gate.apply_async(("scheduled", "open"), countdown=LONG)
     cluster.tasks.sleep.delay("early", LONG)
-    _started(cluster, 1)
-    labels = _fill(cluster)
-    running = _started(cluster, 3) - {"early"}
+    cluster.wait_started(1)
+    labels = cluster.fill()
+    running = cluster.wait_started(3) - {"early"}
     # The early one is acknowledged: what happens to it now is Celery's affair.
     cluster.wait_queued(9, 9)
     other = cluster.worker("threads", concurrency=16, config={"worker_prefetch_multiplier": 1})
@@ -156,8 +142,8 @@ def test_a_cold_shutdown_of_a_pool_that_cannot_be_stopped_gives_back_what_had_no
     # killed, which Celery takes for success; threads are waited for.
     _use(cluster)
     worker = cluster.worker(pool, concurrency=2, config={"worker_prefetch_multiplier": 4})
-    labels = _fill(cluster)
-    running = _started(cluster, 1 if pool == "solo" else 2)
+    labels = cluster.fill()
+    running = cluster.wait_started(1 if pool == "solo" else 2)
     worker.signal(signal.SIGQUIT)
     if pool == "threads":
         worker.wait_log("Unrecoverable error")
@@ -179,7 +165,7 @@ def test_a_soft_shutdown_keeps_its_leases_until_the_end(cluster: Cluster) -> Non
     worker = cluster.worker(concurrency=2, config=config)
     cluster.tasks.wait_for_gate.delay("short", "short")
     cluster.tasks.wait_for_gate.delay("long", "long")
-    _started(cluster, 2)
+    cluster.wait_started(2)
     cluster.tasks.wait_for_gate.delay("waiting", "long")
     cluster.wait_queued(3, 3)
     other = cluster.worker("threads", concurrency=4, config={"worker_prefetch_multiplier": 1})
@@ -218,8 +204,8 @@ def test_a_second_sigquit_during_a_soft_shutdown_and_a_third_one_lose_nothing(
     _use(cluster)
     config = {"worker_prefetch_multiplier": 4, "worker_soft_shutdown_timeout": LONG}
     worker = cluster.worker(concurrency=2, config=config)
-    labels = _fill(cluster)
-    _started(cluster, 2)
+    labels = cluster.fill()
+    cluster.wait_started(2)
     cluster.wait_queued(8, 8)
     worker.signal(signal.SIGQUIT)
     worker.wait_log("Initiating Soft Shutdown")
@@ -272,7 +258,7 @@ def test_a_soft_shutdown_that_interrupts_a_claim_goes_on_renewing_leases(
     config = {"worker_soft_shutdown_timeout": LONG}
     worker = _behind(cluster, proxy.url(database_name, scheme="pgnotify"), "prefork", config)
     cluster.tasks.wait_for_gate.delay("long", "open")
-    _started(cluster, 1)
+    cluster.wait_started(1)
     with _stream(cluster):
         # Now its main thread waits for the answer to a claim almost all the time.
         proxy.delay(0.1)

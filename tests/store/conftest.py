@@ -147,3 +147,20 @@ def claim(store: MessageStore, queue: str) -> Callable[..., list[Claimed]]:
 @pytest.fixture
 def fence_of() -> Callable[[Claimed], Fence]:
     return lambda row: Fence(row.task_id, row.delivery)
+
+
+@pytest.fixture
+def refuse_deletion(sql: Callable[..., list[tuple[Any, ...]]]) -> Callable[[str], None]:
+    """A function that has the server refuse to delete messages that fit an SQL condition."""
+
+    def run(condition: str = "true") -> None:
+        sql(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql"
+            " AS $$ BEGIN RAISE 'no' USING ERRCODE = '23514'; END $$"
+        )
+        sql(
+            "CREATE TRIGGER refuse BEFORE DELETE ON pgnotify.tasks FOR EACH ROW"
+            f" WHEN ({condition}) EXECUTE FUNCTION refuse()"
+        )
+
+    return run

@@ -55,7 +55,6 @@ def test_the_list_says_what_why_and_who(
     assert [other.task for other in others] == ["proj.add", "proj.add"]
     assert latest.dead_letter_id > others[0].dead_letter_id > others[1].dead_letter_id
     assert [letter.queue for letter in letters.find("a", limit=1)] == ["a"]
-    assert letters.find(ids=[latest.dead_letter_id]) == [latest]
     assert sql("SELECT date_trunc('second', max(dead_at))::text FROM pgnotify.dead_letters") == [
         (latest.dead_at,)
     ]
@@ -113,6 +112,22 @@ def test_they_are_kept_as_long_as_they_are_to_be(make_broker: Any, sql: Sql) -> 
     assert sorted(left) == [5, 6, 7, 8, 9]
 
 
+def test_what_dies_anew_meanwhile_is_left_alone(
+    die: Any, letters: DeadLetters, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may reject at once what is put back."""
+    monkeypatch.setattr("kombu_pgnotify.dead_letters._CHUNK", 1)
+
+    def reject(queues: list[str], _: str) -> None:
+        rows = [r for queue in queues for r in broker.store.claim(queue, EVERYTHING, 9, "me")]
+        broker.store.dead_letter([Fence(row.task_id, row.delivery) for row in rows], "rejected")
+
+    monkeypatch.setattr(letters._store, "announce", reject)
+    die("a", b"1", b"2")
+    assert letters.requeue() == 2
+    assert len(letters.find()) == 2
+
+
 # -- the command
 
 
@@ -137,3 +152,13 @@ def test_the_command_lists_requeues_and_deletes(
     assert payloads(broker, "a") == [b"1"]
     assert run("--delete", "--queue", "a", "--all") == "0 1 deleted.\n"
     assert run("--limit", "1").count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "x", str(2**64)])
+@pytest.mark.parametrize("option", ["--limit", "--requeue", "--delete"])
+def test_the_command_says_what_a_number_must_be(
+    broker_url: str, option: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["dead-letters", broker_url, f"{option}={wrong}"])
+    assert f"argument {option}: not a number from 1 to " in capsys.readouterr().err

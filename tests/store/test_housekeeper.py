@@ -271,16 +271,9 @@ def test_bindings_that_somebody_has_undone_by_the_rules_stay_away(
 
 
 def test_what_the_server_will_not_let_go_does_not_keep_the_rest(
-    broker: Broker, sql: Sql, caplog: pytest.LogCaptureFixture
+    broker: Broker, sql: Sql, refuse_deletion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sql(
-        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql"
-        " AS $$ BEGIN RAISE 'no' USING ERRCODE = '23514'; END $$"
-    )
-    sql(
-        "CREATE TRIGGER refuse BEFORE DELETE ON pgnotify.tasks FOR EACH ROW"
-        " EXECUTE FUNCTION refuse()"
-    )
+    refuse_deletion()
     broker.store.publish("queue", Outgoing("{}", b"", ttl=0))
     sql(
         "INSERT INTO pgnotify.broadcasts (published_at, envelope, payload)"

@@ -379,16 +379,9 @@ def quiet_logs(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_message_that_the_server_will_not_bury_holds_up_no_other(
-    broker: Broker, sql: Any, caplog: pytest.LogCaptureFixture
+    broker: Broker, sql: Any, refuse_deletion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sql(
-        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql"
-        " AS $$ BEGIN RAISE 'no' USING ERRCODE = '23514'; END $$"
-    )
-    sql(
-        "CREATE TRIGGER refuse BEFORE DELETE ON pgnotify.tasks FOR EACH ROW"
-        " WHEN (OLD.payload = 'bad') EXECUTE FUNCTION refuse()"
-    )
+    refuse_deletion("OLD.payload = 'bad'")
     for payload in (b"1", b"bad", b"2"):
         broker.store.publish("queue", Outgoing("{}", payload))
     rows = broker.store.claim("queue", ([-1], [0], [32767]), 3, broker.worker)
