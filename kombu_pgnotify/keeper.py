@@ -211,7 +211,7 @@ class LeaseKeeper:
                 settled, rows = self._store.run_with_acks(fences, self._worker, call)
                 settled |= self._aftermath.acknowledged([item.lease for item in items], settled)
             except BaseException:
-                self._outbox.extendleft(reversed(items))
+                self._outbox.extendleft(item.in_doubt() for item in reversed(items))
                 raise
             finally:
                 self._flushing = before
@@ -266,7 +266,7 @@ class LeaseKeeper:
                     # One kind that cannot be settled does not hold up the others.
                     failure = failure or exc
         finally:
-            self._outbox.extendleft(item for rest in kinds.values() for item in rest)
+            self._outbox.extendleft(item.in_doubt() for rest in kinds.values() for item in rest)
         if failure is not None:
             raise failure
 
@@ -306,7 +306,7 @@ class LeaseKeeper:
         """Report what could not be settled, since somebody else has it by now."""
         for item in items:
             if item.lease.fence.task_id not in settled:
-                log_lost(item.lease, f"it was not {item.outcome.value}")
+                item.log_missed()
 
     def _start(self) -> None:
         """Start the thread if it is not running; the caller holds the lock."""

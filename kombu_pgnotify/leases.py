@@ -54,6 +54,25 @@ class Settlement(NamedTuple):
     outcome: Outcome
     reason: str
     since: float
+    #: It was sent before, and the answer never came.
+    doubtful: bool = False
+
+    def in_doubt(self) -> Settlement:
+        """Return it as one that the server may have carried out already."""
+        return self._replace(doubtful=True)
+
+    def log_missed(self) -> None:
+        """The server has found nothing to settle."""
+        if self.doubtful:
+            logger.info(
+                "settle.unconfirmed task_id=%d queue=%r: %s before the answer was lost, or its"
+                " lease was lost since",
+                self.lease.fence.task_id,
+                self.lease.queue,
+                self.outcome.value,
+            )
+        else:
+            log_lost(self.lease, f"it was not {self.outcome.value}")
 
 
 def log_lost(lease: Lease, consequence: str) -> None:

@@ -200,3 +200,33 @@ def test_another_message_under_the_number_of_a_lost_one_is_delivered_and_kept(
         broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
     broker.keeper.flush()
     assert sql(LEFT) == [(0,)]
+
+
+def test_an_ack_whose_answer_was_lost_is_no_lost_lease(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a signal, or a cut, in the middle of the round trip."""
+    caplog.set_level("INFO")
+    publish(broker, 2)
+    _, (acked, flushed) = claim(broker)
+    store = broker.store
+
+    def deafly(action: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            action(*arguments)
+            raise DatabaseUnavailable("the answer was lost")
+
+        return run
+
+    for lease, name, settle in (
+        (acked, "run_with_acks", lambda: claim(broker)),
+        (flushed, "acknowledge", broker.keeper.flush),
+    ):
+        broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, name, deafly(getattr(store, name)))
+            with pytest.raises(DatabaseUnavailable):
+                settle()
+        broker.keeper.flush()
+        assert f"settle.unconfirmed task_id={lease.fence.task_id} " in caplog.text
+    assert "lease.lost" not in caplog.text
