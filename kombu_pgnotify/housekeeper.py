@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from .errors import PgnotifyError, StatementFailed
 from .store import MessageStore
 from .topology import Queue, Topology, Touched
+from .waker import Inbox
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class Housekeeper:
         self._exchanges: dict[str, tuple[str, bool]] = {}
         self._count = 0
         self._in_use: Counter[str] = Counter()
-        # SimpleQueue.put is safe in signal handlers, where consumers are cancelled.
-        self._inbox: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._inbox: Inbox[_Event | None] = Inbox()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._round = ROUND
@@ -166,6 +166,7 @@ class Housekeeper:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
+                self._inbox.open()
                 self._thread = threading.Thread(
                     target=self._run, name="pgnotify-housekeeper", daemon=True
                 )
@@ -195,6 +196,7 @@ class Housekeeper:
             if not self._inbox.empty() or (self._in_use and not self._closing):
                 return False
             self._thread = None
+            self._inbox.close()
             return True
 
     def _take_in(self, until: float) -> None:
@@ -202,7 +204,7 @@ class Housekeeper:
         used: set[str] = set()
         while not self._closing or not self._inbox.empty():
             try:
-                event = self._inbox.get(timeout=max(0.0, until - monotonic()))
+                event = self._inbox.get(until - monotonic())
             except queue.Empty:
                 break
             if event is None:

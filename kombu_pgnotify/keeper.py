@@ -16,6 +16,7 @@ from .leases import Lease, Outcome, Settlement, log_lost
 from .messages import Claimed, Fence
 from .session import Call, Rows
 from .store import MessageStore, Run
+from .waker import Inbox
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,7 @@ class LeaseKeeper:
         self._pid = os.getpid()
         self._leases: dict[Fence, Lease] = {}
         self._outbox: deque[Settlement] = deque()
-        # SimpleQueue.put is safe in weakref callbacks and signal handlers.
-        self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
+        self._inbox: Inbox[Lease | None] = Inbox()
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
         # Reentrant: a signal handler may strike between taking it and saying so.
@@ -311,6 +311,7 @@ class LeaseKeeper:
     def _start(self) -> None:
         """Start the thread if it is not running; the caller holds the lock."""
         if self._thread is None:
+            self._inbox.open()
             self._thread = threading.Thread(target=self._keep, name="pgnotify-keeper", daemon=True)
             self._thread.start()
 
@@ -345,19 +346,20 @@ class LeaseKeeper:
             if flushing or self._outbox or not self._inbox.empty():
                 return False
             self._thread = None
+            self._inbox.close()
             return True
 
     def _listen_inside(self) -> None:
         """Wait for this process's own messages, at most a round."""
         hurry, forsaken = False, 0
         try:
-            lease = self._inbox.get(timeout=self._round)
+            lease = self._inbox.get(self._round)
             while True:
                 hurry = True
                 if lease is not None and self._leases.get(lease.fence) is lease:
                     forsaken += 1
                     self.settle(lease, Outcome.RELEASED)
-                lease = self._inbox.get_nowait()
+                lease = self._inbox.get(0)
         except queue.Empty:
             pass
         if forsaken:

@@ -1,12 +1,17 @@
-"""Waker: how another thread ends a consumer's wait."""
+"""Waker and inbox: how other threads end a thread's wait, and tell it something."""
 
 from __future__ import annotations
 
 import math
+import queue
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 #: One read empties the socket: wake() is a single byte and rarely piles up.
 _DRAIN_BYTES = 4096
@@ -98,3 +103,56 @@ class Waker:
         """Close both ends."""
         self._reader.close()
         self._writer.close()
+
+
+class Inbox(Generic[T]):
+    """What one thread is told by others, signal handlers and weakref callbacks.
+
+    Not queue.SimpleQueue, which before Python 3.13 may wait for ever: where its timeout passes
+    while it looks whether there is something, it takes what is left, less than nothing, for none.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._waker: Waker | None = None
+
+    def open(self) -> None:
+        """The thread is about to start; what was put before waits for it."""
+        self._waker = Waker()
+
+    def close(self) -> None:
+        """The thread ends."""
+        if self._waker is not None:
+            self._waker.close()
+            self._waker = None
+
+    def put(self, item: T) -> None:
+        """Tell the thread something; takes no lock and never blocks."""
+        self._items.append(item)
+        waker = self._waker
+        if waker is not None:
+            waker.wake()
+
+    def empty(self) -> bool:
+        """True if there is nothing to :meth:`get`."""
+        return not self._items
+
+    def get(self, timeout: float) -> T:
+        """Return what was put first, for the thread itself while the inbox is open.
+
+        Arguments:
+            timeout: seconds to wait for it.
+
+        Raises:
+            queue.Empty: nothing came.
+        """
+        assert self._waker is not None
+        deadline = time.monotonic() + timeout
+        while True:
+            self._waker.drain()
+            if self._items:
+                return self._items.popleft()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise queue.Empty
+            self._waker.wait(left)

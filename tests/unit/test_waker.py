@@ -1,8 +1,10 @@
-"""The waker: wakes are kept, folded and never block."""
+"""The waker: wakes are kept, folded and never block.  The inbox: nothing is lost, no wait lasts."""
 
 from __future__ import annotations
 
+import queue
 import select
+import signal
 import socket
 import threading
 import time
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from helpers import wait_until
 
-from kombu_pgnotify.waker import Waker, wait_any, wait_ready
+from kombu_pgnotify.waker import Inbox, Waker, wait_any, wait_ready
 
 
 @pytest.fixture(params=["poll", "select"])
@@ -115,3 +117,58 @@ def test_a_wake_from_a_signal_handler_or_a_destructor_takes_no_lock(waker: Waker
 
     Dying()
     wait_until(lambda: waker.wait(0))
+
+
+@pytest.fixture
+def mail() -> Iterator[Inbox[int]]:
+    inbox: Inbox[int] = Inbox()
+    inbox.open()
+    yield inbox
+    inbox.close()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1e-9, 1e-6, 1e-4])
+def test_a_get_ends_however_short_its_time_is(mail: Inbox[int], timeout: float) -> None:
+    # queue.SimpleQueue waits for ever here within a few thousand times, up to Python 3.12.
+    for number in range(3_000):
+        mail.put(number)
+        assert mail.get(timeout) == number
+        with pytest.raises(queue.Empty):
+            mail.get(timeout)
+
+
+def test_what_comes_before_while_and_after_the_thread_is_there_is_kept() -> None:
+    inbox: Inbox[int] = Inbox()
+    inbox.put(1)
+    inbox.open()
+    inbox.put(2)
+    assert [inbox.get(30), inbox.get(30)] == [1, 2]
+    inbox.close()
+    inbox.put(3)
+    assert not inbox.empty()
+    inbox.open()
+    assert inbox.get(0) == 3
+    assert inbox.empty()
+    inbox.close()
+
+
+def test_nothing_is_lost_between_threads_and_signal_handlers(mail: Inbox[int]) -> None:
+    before = signal.signal(signal.SIGALRM, lambda *_: mail.put(-1))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    threads = [
+        threading.Thread(target=lambda: [mail.put(number) for number in range(1000)])
+        for _ in range(4)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        got = []
+        while len(got) < 4000:
+            if (number := mail.get(30)) >= 0:
+                got.append(number)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == sorted(list(range(1000)) * 4)
