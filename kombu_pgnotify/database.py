@@ -49,6 +49,25 @@ _TCP = {
     "tcp_user_timeout": "30000",
 }
 
+#: Settings of our sessions.  A role's own search_path may have others' functions before
+#: pg_catalog's; triggers that somebody has put on our tables find the usual.  The others make the
+#: planner take the indexes that every statement of ours is written for, in the order in which it
+#: is written, whatever the tables' sizes are while it plans.  Else a worker that has idled beside
+#: an empty table goes on reading it from end to end when it has filled up, until the next ANALYZE
+#: (a claim beside 100,000 rows: 150 ms).  And to plan a short statement takes longer than to
+#: carry it out.
+SETTINGS = " ".join(
+    f"-c {setting}"
+    for setting in (
+        'search_path=pg_catalog,"$user",public',
+        "plan_cache_mode=force_generic_plan",
+        "enable_seqscan=off",
+        "enable_bitmapscan=off",
+        "enable_hashjoin=off",
+        "enable_mergejoin=off",
+    )
+)
+
 #: SQLSTATEs that say our tables are not there (any more): look again at the next connect.
 _SCHEMA_GONE = ("42P01", "3F000", "42883")
 
@@ -254,9 +273,7 @@ class Database:
         }
         if options.statement_timeout:
             limit = round(options.statement_timeout * 1000)
-            # A role's own search_path may have others' functions before pg_catalog's.  Triggers
-            # that somebody has put on our tables find the usual.
-            ours = f'-c statement_timeout={limit} -c search_path=pg_catalog,"$user",public'
+            ours = f"-c statement_timeout={limit} {SETTINGS}"
             # The user's own -c settings come last and win.
             info["options"] = f"{ours} {info.get('options', '')}".strip()
         password = target.password

@@ -193,7 +193,9 @@ class MessageStore:
         """
         if not fences:
             return set()
-        return self._settle("acknowledge_again", fences, worker, list(published))
+        order = sorted(zip(fences, published, strict=True))
+        fences, published = [fence for fence, _ in order], [when for _, when in order]
+        return self._settle("acknowledge_again", fences, worker, published)
 
     def disown(self, queue: str, worker: str, known: Sequence[int]) -> int:
         """Release what `worker` has leased without knowing; return how many."""
@@ -354,6 +356,9 @@ class MessageStore:
         return {row[0] for row in self._database.run(call, hints=hints)[0]}
 
     def _settling(self, name: str, fences: Sequence[Fence], *params: object) -> Call:
+        """Return a call about messages; they are locked in the order given, which is that of ids,
+        so that two workers never wait for each other."""
+        fences = sorted(fences)
         columns = ([f.task_id for f in fences], [f.delivery for f in fences])
         return self._statements[name], (*columns, *params)
 

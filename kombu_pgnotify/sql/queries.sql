@@ -199,16 +199,18 @@ RETURNING task_id, least(deliveries, 2147483646) + 1, least(attempts, 2147483646
               'exchange', exchange_name, 'routing_key', routing_key, 'deaths', deaths)::text END;
 
 -- name: acknowledge
--- Deletes the messages $1 whose delivery $2 (to worker $3, if given) is still the latest, locking in
--- id order so that two workers never wait for each other.
+-- Deletes the messages $1, in id order so that two workers never wait for each other, whose delivery
+-- $2 (to worker $3, if given) is still the latest.
 WITH held AS MATERIALIZED (
-    SELECT t.task_id
+    SELECT held.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true)) AS settings
     CROSS JOIN unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
-    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-    WHERE $3::text IS NULL OR t.lease_worker_id = $3
-    ORDER BY t.task_id
-    FOR UPDATE OF t
+    -- One by one: however small the table was when this was planned, it is not to be read whole.
+    CROSS JOIN LATERAL (
+        SELECT task_id FROM {schema}.tasks
+        WHERE task_id = settled.task_id AND deliveries = settled.delivery
+          AND ($3::text IS NULL OR lease_worker_id = $3)
+        FOR UPDATE) AS held
 )
 DELETE FROM {schema}.tasks
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))
@@ -220,13 +222,14 @@ RETURNING task_id;
 -- others than those published at $4 (epoch): a server that has lost the last instants, or a replica
 -- that takes over, gives the same numbers to other messages.
 WITH undone AS MATERIALIZED (
-    SELECT t.task_id
+    SELECT undone.task_id
     FROM unnest($1::bigint[], $2::int[], $4::float8[]) AS settled (task_id, delivery, published)
-    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries <= settled.delivery
-    WHERE (t.lease_worker_id IS NULL OR t.lease_worker_id = $3)
-      AND extract(epoch FROM t.published_at)::float8 = settled.published
-    ORDER BY t.task_id
-    FOR UPDATE OF t
+    CROSS JOIN LATERAL (
+        SELECT task_id FROM {schema}.tasks
+        WHERE task_id = settled.task_id AND deliveries <= settled.delivery
+          AND (lease_worker_id IS NULL OR lease_worker_id = $3)
+          AND extract(epoch FROM published_at)::float8 = settled.published
+        FOR UPDATE) AS undone
 )
 DELETE FROM {schema}.tasks
 WHERE task_id = ANY (ARRAY(SELECT task_id FROM undone))
@@ -261,13 +264,14 @@ SELECT count(*) FROM released;
 -- nobody else got them.  Passes over those that somebody has locked (see still_held): all the others
 -- would run out meanwhile.
 WITH held AS MATERIALIZED (
-    SELECT t.task_id
+    SELECT held.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true)) AS settings
     CROSS JOIN unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
-    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-    WHERE t.lease_expiration IS NOT NULL AND ($3::text IS NULL OR t.lease_worker_id = $3)
-    ORDER BY t.task_id
-    FOR UPDATE OF t SKIP LOCKED
+    CROSS JOIN LATERAL (
+        SELECT task_id FROM {schema}.tasks
+        WHERE task_id = settled.task_id AND deliveries = settled.delivery
+          AND lease_expiration IS NOT NULL AND ($3::text IS NULL OR lease_worker_id = $3)
+        FOR UPDATE SKIP LOCKED) AS held
 )
 UPDATE {schema}.tasks
 SET lease_expiration = now() + make_interval(secs => $4::float8)
@@ -276,23 +280,27 @@ RETURNING task_id;
 
 -- name: still_held
 -- Returns which of the messages $1 are still leased to worker $3 (if given) by deliveries $2.
-SELECT t.task_id
+SELECT held.task_id
 FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
-JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-WHERE t.lease_expiration IS NOT NULL AND ($3::text IS NULL OR t.lease_worker_id = $3);
+CROSS JOIN LATERAL (
+    SELECT task_id FROM {schema}.tasks
+    WHERE task_id = settled.task_id AND deliveries = settled.delivery
+      AND lease_expiration IS NOT NULL AND ($3::text IS NULL OR lease_worker_id = $3)
+    OFFSET 0) AS held;
 
 -- name: release
 -- Clears the leases $1 (deliveries $2, of worker $3, if given) and takes $4 attempts back (1: never
 -- started, 0: it was).
 WITH held AS MATERIALIZED (
-    SELECT t.task_id
+    SELECT held.task_id
     FROM (SELECT set_config('synchronous_commit', 'off', true),
                  set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
     CROSS JOIN unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
-    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-    WHERE t.lease_expiration IS NOT NULL AND ($3::text IS NULL OR t.lease_worker_id = $3)
-    ORDER BY t.task_id
-    FOR UPDATE OF t
+    CROSS JOIN LATERAL (
+        SELECT task_id FROM {schema}.tasks
+        WHERE task_id = settled.task_id AND deliveries = settled.delivery
+          AND lease_expiration IS NOT NULL AND ($3::text IS NULL OR lease_worker_id = $3)
+        FOR UPDATE) AS held
 )
 UPDATE {schema}.tasks
 SET former_worker_id = CASE WHEN $4::int = 0 THEN lease_worker_id ELSE former_worker_id END,
@@ -308,24 +316,26 @@ RETURNING task_id;
 SELECT buried, moved_to, limited
 FROM (SELECT set_config('kombu_pgnotify.quiet', 'on', true)) AS settings
 CROSS JOIN LATERAL {schema}.bury(ARRAY(
-    SELECT t.task_id
+    SELECT held.task_id
     FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
-    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-    WHERE $3::text IS NULL OR t.lease_worker_id = $3
-    ORDER BY t.task_id
-    FOR UPDATE OF t
+    CROSS JOIN LATERAL (
+        SELECT task_id FROM {schema}.tasks
+        WHERE task_id = settled.task_id AND deliveries = settled.delivery
+          AND ($3::text IS NULL OR lease_worker_id = $3)
+        FOR UPDATE) AS held
 ), $4, $5::boolean);
 
 -- name: keep
 -- Takes the messages $1 (deliveries $2, to worker $3, if given) into dead_letters for the reason $4,
 -- wherever their queues would send them.
 WITH held AS MATERIALIZED (
-    SELECT t.task_id
+    SELECT held.task_id
     FROM unnest($1::bigint[], $2::int[]) AS settled (task_id, delivery)
-    JOIN {schema}.tasks AS t ON t.task_id = settled.task_id AND t.deliveries = settled.delivery
-    WHERE $3::text IS NULL OR t.lease_worker_id = $3
-    ORDER BY t.task_id
-    FOR UPDATE OF t
+    CROSS JOIN LATERAL (
+        SELECT task_id FROM {schema}.tasks
+        WHERE task_id = settled.task_id AND deliveries = settled.delivery
+          AND ($3::text IS NULL OR lease_worker_id = $3)
+        FOR UPDATE) AS held
 ), removed AS (
     DELETE FROM {schema}.tasks AS t
     WHERE task_id = ANY (ARRAY(SELECT task_id FROM held))

@@ -150,7 +150,9 @@ BEGIN ATOMIC
                {schema}.died(r.deaths, r.task_name, why, coalesce(r.exchange_name, ''),
                              came.by_key) AS all_deaths
         FROM removed AS r
-        LEFT JOIN {schema}.queues AS q ON q.queue_name = r.task_name
+        -- One by one: a plan made while there were few queues must not read all.
+        LEFT JOIN LATERAL (SELECT * FROM {schema}.queues AS q
+                           WHERE q.queue_name = r.task_name OFFSET 0) AS q ON true
         CROSS JOIN LATERAL (
             -- By the default exchange: the queue's name, as its application knows it.
             SELECT coalesce(r.routing_key, substr(r.task_name, length(coalesce(q.name_prefix, '')) + 1))
@@ -178,7 +180,8 @@ BEGIN ATOMIC
                g.envelope, g.payload
         FROM target AS t
         JOIN grave AS g ON g.task_id = t.task_id
-        LEFT JOIN {schema}.queues AS q ON q.queue_name = t.queue_name
+        LEFT JOIN LATERAL (SELECT * FROM {schema}.queues AS q
+                           WHERE q.queue_name = t.queue_name OFFSET 0) AS q ON true
         ORDER BY t.task_id
         RETURNING task_name
     ), kept AS (
