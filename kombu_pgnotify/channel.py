@@ -66,7 +66,7 @@ class Channel(RoutingChannel):
         self._qos = QoS(
             self,
             keeper=self._keeper,
-            settle_later=connection.settles_soon,
+            see_to=connection.see_to_settling,
             credit_regained=connection.credit_regained,
             free_slots=free_slots if connection.disables_prefetch else None,
         )

@@ -22,6 +22,9 @@ class Credit(Protocol):
     @property
     def waits_for_slot(self) -> bool: ...
 
+    @property
+    def gathers_until(self) -> float: ...
+
 
 class Consumer:
     """One ``basic_consume``: where messages of a queue go."""
@@ -76,6 +79,11 @@ class Consumers:
     def want_more(self, queue: str) -> bool:
         """True if anybody takes more of `queue`."""
         return any(consumer.credit().can_consume() for consumer in self._of.get(queue, ()))
+
+    def gather_until(self, queue: str) -> float:
+        """Return until when (monotonic) all of `queue` would rather have more credit first."""
+        consumers = [c for c in self._of.get(queue, ()) if c.credit().can_consume()]
+        return min((consumer.credit().gathers_until for consumer in consumers), default=0.0)
 
     def taker(self, queue: str) -> Consumer | None:
         """Return a consumer of `queue` that takes more, each getting its turn."""

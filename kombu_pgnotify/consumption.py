@@ -71,6 +71,8 @@ class Consumption:
         self._live_in_a_row = 0
         self._queue_turn = itertools.count()
         self._blocked = False
+        #: A claim waits for more credit, and so may acknowledgements.
+        self.gathering = False
         self._losses = broker.losses
         self._outage = Outage(broker.options.outage_tolerance)
 
@@ -162,6 +164,7 @@ class Consumption:
                 to be lost together: gevent's and eventlet's mailboxes start anew only when the
                 main connection does.
         """
+        self.gathering = False
         if self._losses != self._broker.losses:
             self._losses = self._broker.losses
             raise DatabaseUnavailable("another connection of this process has lost the server")
@@ -257,7 +260,7 @@ class Consumption:
         if self._outage.lasts:
             return self._outage.wait()
         times = [
-            watch.look_at
+            max(watch.look_at, self._consumers.gather_until(watch.queue))
             for watch in list(self._watches.values())
             if self._consumers.want_more(watch.queue)
         ]
@@ -287,7 +290,10 @@ class Consumption:
         blocked = False
         watches, strategy = list(self._watches.values()), self._broker.options.queue_order_strategy
         for watch in in_order(watches, strategy, next(self._queue_turn)):
-            if watch.look_at > monotonic():
+            if watch.look_at > (now := monotonic()):
+                continue
+            if not one_by_one and self._consumers.gather_until(watch.queue) > now:
+                self.gathering = True
                 continue
             taker = self._consumers.taker(watch.queue)
             if taker is None:

@@ -92,8 +92,9 @@ class HubLink:
             # What has been claimed already needs no claim.
             self._breathers = 0 if self._consumption.waiting else BREATHERS
         else:
-            # What no claim took along.
-            self._flush()
+            if not self._consumption.gathering:
+                # What no claim took along.
+                self._flush()
             self._plan_next_look()
 
     def _flush(self) -> None:

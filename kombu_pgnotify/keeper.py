@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from .aftermath import Aftermath
-from .errors import PgnotifyError, StatementFailed
+from .errors import PgnotifyError
 from .leases import Lease, Outcome, Settlement, log_lost
 from .messages import Claimed, Fence
 from .session import Call, Rows
+from .settling import Kinds, Teller, report_missed
 from .store import MessageStore, Run
 from .waker import Inbox
 
@@ -33,6 +34,10 @@ IDLE_ROUNDS = 10
 #: Seconds that the thread waits for the lock at the most.  Who has it may have been interrupted
 #: by a signal handler that sleeps (Celery's soft shutdown): renewals cannot wait for that.
 LOCK_PATIENCE = 0.1
+
+#: Seconds that an acknowledgement waits for others in a loop that takes messages one by one and
+#: has more of them: should the next one take long, the thread sends it.
+ACK_PATIENCE = 0.02
 
 #: Leases settled or renewed by one statement.
 _CHUNK = 1000
@@ -58,6 +63,7 @@ class LeaseKeeper:
         self._store = store
         self._worker = worker
         self._aftermath = Aftermath(store, worker)
+        self._teller = Teller(store, worker, self._aftermath)
         self._visibility_timeout = visibility_timeout
         self._renew_after = visibility_timeout * RENEW_AFTER
         self._round = min(ROUND, visibility_timeout / 6)
@@ -65,6 +71,9 @@ class LeaseKeeper:
         self._leases: dict[Fence, Lease] = {}
         self._outbox: deque[Settlement] = deque()
         self._inbox: Inbox[Lease | None] = Inbox()
+        # Whether the thread is to settle now, or within ACK_PATIENCE.
+        self._hurried = False
+        self._impatient = False
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
         # Reentrant: a signal handler may strike between taking it and saying so.
@@ -164,7 +173,15 @@ class LeaseKeeper:
 
     def hurry(self) -> None:
         """Ask the thread to settle now; takes no lock and does no I/O."""
+        self._hurried = True
         self._inbox.put(None)
+
+    def settle_soon(self) -> None:
+        """Ask the thread to settle what nobody else has settled within ACK_PATIENCE; takes no
+        lock and does no I/O."""
+        if not self._impatient:
+            self._impatient = True
+            self._inbox.put(None)
 
     def forsaken(self, lease: Lease) -> None:
         """The message died in nobody's hands: give it back.  Safe in a weakref callback."""
@@ -215,7 +232,7 @@ class LeaseKeeper:
                 raise
             finally:
                 self._flushing = before
-        self._check(items, settled)
+        report_missed(items, settled)
         return rows
 
     @property
@@ -250,63 +267,13 @@ class LeaseKeeper:
         batch: list[Settlement] = []
         while self._outbox and len(batch) < _CHUNK:
             batch.append(self._outbox.popleft())
-        kinds: dict[tuple[Outcome, str], list[Settlement]] = {}
+        kinds: Kinds = {}
         for item in batch:
             kinds.setdefault((item.outcome, item.reason), []).append(item)
-        failure: PgnotifyError | None = None
         try:
-            for kind in list(kinds):
-                try:
-                    self._tell(*kind, kinds[kind])
-                    del kinds[kind]
-                except StatementFailed:
-                    self._tell_each(kinds[kind])
-                    del kinds[kind]
-                except PgnotifyError as exc:
-                    # One kind that cannot be settled does not hold up the others.
-                    failure = failure or exc
+            self._teller.tell_all(kinds)
         finally:
             self._outbox.extendleft(item.in_doubt() for rest in kinds.values() for item in rest)
-        if failure is not None:
-            raise failure
-
-    def _tell(self, outcome: Outcome, reason: str, items: list[Settlement]) -> None:
-        fences = [item.lease.fence for item in items]
-        queues = {item.lease.queue for item in items}
-        if outcome is Outcome.ACKNOWLEDGED:
-            settled = self._store.acknowledge(fences, self._worker)
-            settled |= self._aftermath.acknowledged([item.lease for item in items], settled)
-        elif outcome is Outcome.DEAD_LETTERED:
-            settled = self._store.dead_letter(fences, reason, self._worker)
-        elif outcome is Outcome.EXPIRED:
-            settled = self._store.expire(fences, self._worker)
-        else:
-            started = outcome is Outcome.REQUEUED
-            settled = self._store.release(fences, queues, self._worker, started=started)
-        self._check(items, settled)
-
-    def _tell_each(self, items: list[Settlement]) -> None:
-        """One message that the server refuses to settle does not hold up the others."""
-        while items:
-            item = items[0]
-            try:
-                self._tell(item.outcome, item.reason, [item])
-            except StatementFailed as exc:
-                logger.error(
-                    "settle.refused task_id=%d queue=%r it comes back when its lease ends: %s",
-                    item.lease.fence.task_id,
-                    item.lease.queue,
-                    exc,
-                )
-            # Only now: if the server is lost meanwhile, it and the rest are still to be told.
-            items.pop(0)
-
-    @staticmethod
-    def _check(items: list[Settlement], settled: set[int]) -> None:
-        """Report what could not be settled, since somebody else has it by now."""
-        for item in items:
-            if item.lease.fence.task_id not in settled:
-                item.log_missed()
 
     def _start(self) -> None:
         """Start the thread if it is not running; the caller holds the lock."""
@@ -323,8 +290,7 @@ class LeaseKeeper:
                 self._renew_due(monotonic())
                 if self._leases and self._aftermath.pending:
                     self._unless_locked(lambda: self._aftermath.clear_up(self._known))
-                if self._outbox and monotonic() - self._outbox[0].since >= self._round / 2:
-                    self._unless_locked(self.flush)
+                self._settle_overdue()
             except PgnotifyError as exc:
                 self._warn(exc)
             except IndexError:
@@ -351,11 +317,10 @@ class LeaseKeeper:
 
     def _listen_inside(self) -> None:
         """Wait for this process's own messages, at most a round."""
-        hurry, forsaken = False, 0
+        forsaken = 0
         try:
-            lease = self._inbox.get(self._round)
+            lease = self._inbox.get(ACK_PATIENCE if self._impatient else self._round)
             while True:
-                hurry = True
                 if lease is not None and self._leases.get(lease.fence) is lease:
                     forsaken += 1
                     self.settle(lease, Outcome.RELEASED)
@@ -364,8 +329,19 @@ class LeaseKeeper:
             pass
         if forsaken:
             logger.info("lease.forsaken released=%d", forsaken)
-        if hurry:
+        hurried, self._hurried = self._hurried, False
+        if hurried or forsaken:
             self._unless_locked(self.flush)
+
+    def _settle_overdue(self) -> None:
+        """Settle what no loop has come to settle."""
+        patience = ACK_PATIENCE if self._impatient else self._round / 2
+        if self._outbox and monotonic() - self._outbox[0].since >= patience:
+            self._unless_locked(self.flush)
+        if self._impatient:
+            # In this order: what is noted now finds us either asking or still impatient.
+            self._impatient = False
+            self._impatient = bool(self._outbox)
 
     def _unless_locked(self, work: Callable[[], None]) -> None:
         """Do work that needs the lock; if somebody keeps it, the next round tries again."""

@@ -6,6 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from .errors import PgnotifyError
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from .channel import Channel, Message
 
 logger = logging.getLogger(__name__)
+
+#: Seconds after an acknowledgement within which others are likely, where less than half of the
+#: prefetch limit is free: a pool of short tasks is then served by fewer, larger claims.  It is far
+#: from running dry, and a free slot that no ack follows waits no longer than this.
+GATHER = 0.002
 
 #: Kept with a dead letter that a consumer rejected without requeue.
 REJECTED = "rejected"
@@ -37,7 +43,7 @@ class QoS:
     Arguments:
         channel: the channel.
         keeper: returns the keeper of the *current* process (a fork changes it).
-        settle_later: tells whether a loop of this channel will flush within this iteration.
+        see_to: called after something was noted: sees that the server learns of it.
         credit_regained: called after a message was settled.
         free_slots: given the prefetch limit, tells how many more may come at once by
             another measure; None: it knows none.
@@ -47,16 +53,17 @@ class QoS:
         self,
         channel: Channel,
         keeper: Callable[[], LeaseKeeper],
-        settle_later: Callable[[], bool],
+        see_to: Callable[[LeaseKeeper], None],
         credit_regained: Callable[[], None],
         free_slots: Callable[[int], int | None] | None = None,
     ) -> None:
         self.channel = channel
         self.prefetch_count = 0
         self._keeper = keeper
-        self._settle_later = settle_later
+        self._see_to = see_to
         self._credit_regained = credit_regained
         self._free_slots = free_slots
+        self._settled_at = 0.0  # monotonic
         self._unacked: dict[str, tuple[Message, Lease]] = {}
         # Those that this channel no longer keeps alive, see let_go().
         self._let_go: dict[str, Lease] = {}
@@ -85,6 +92,13 @@ class QoS:
     def waits_for_slot(self) -> bool:
         """True if only a free process is missing, which nobody announces."""
         return bool(self.prefetch_count) and self._credit > 0 >= self._room
+
+    @property
+    def gathers_until(self) -> float:
+        """Until when (monotonic) it is better to wait for more credit than to claim."""
+        if not self.prefetch_count or self._free_slots or self._credit * 2 >= self.prefetch_count:
+            return 0.0
+        return self._settled_at + GATHER
 
     @property
     def _credit(self) -> int:
@@ -164,8 +178,8 @@ class QoS:
                 logger.debug("settle.unknown tag=%r outcome=%s", tag, outcome.value)
             else:
                 keeper.settle(lease, outcome, reason)
-        if not self._settle_later():
-            flush(keeper)
+        self._settled_at = monotonic()
+        self._see_to(keeper)
         self._credit_regained()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from time import monotonic
 from typing import Any
 
@@ -18,7 +19,9 @@ from .consumers import Consumer
 from .consumption import Consumption
 from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
 from .eventloop import HubLink
+from .keeper import LeaseKeeper
 from .options import Options
+from .qos import flush
 from .waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -62,9 +65,12 @@ class Transport(virtual.Transport):
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
         self._options: Options | None = None
+        self._broker: Broker | None = None
         self._pid = self._user_pid = os.getpid()
         self._connected = False
         self._link: HubLink | None = None
+        # The thread that is inside a delivery of drain_events.
+        self._drained_by: int | None = None
         self._waker: Waker | None = None
         self._consumption: Consumption | None = None
         _hide_password(client)
@@ -81,7 +87,9 @@ class Transport(virtual.Transport):
         """
         if self._options is None:
             self._options = _options_of(self.client)
-        broker = brokers.for_options(self._options)
+        broker = self._broker
+        if broker is None or broker.pid != os.getpid():
+            broker = self._broker = brokers.for_options(self._options)
         if self._connected and broker.pid != self._user_pid:
             # Inherited by a fork: now a user of the child's broker, whose connections stay open.
             self._user_pid = broker.pid
@@ -119,9 +127,18 @@ class Transport(virtual.Transport):
         if self._consumption is not None and os.getpid() == self._pid:
             self._consumption.cancel(consumer)
 
-    def settles_soon(self) -> bool:
-        """True if the calling thread's loop settles acks in this iteration."""
-        return self._link is not None and self._link.settles_soon()
+    def see_to_settling(self, keeper: LeaseKeeper) -> None:
+        """See that the server learns how deliveries have ended: now, or with others soon.
+
+        An event loop settles within its iteration.  A loop of :meth:`drain_events` that has more
+        messages waiting comes back for them, or else the keeper's thread settles.
+        """
+        if self._link is not None and self._link.settles_soon():
+            return
+        if self._drained_by == threading.get_ident() and self.consumption.waiting:
+            keeper.settle_soon()
+        else:
+            flush(keeper)
 
     def credit_regained(self) -> None:
         """A message was settled."""
@@ -177,6 +194,9 @@ class Transport(virtual.Transport):
         if self._consumption is not None:
             self._consumption.close()
             self._consumption = None
+        if not lost:
+            # A process that ends by os._exit, like multiprocessing's, gives its threads no time.
+            flush(self.broker.keeper)
         if self._waker is not None:
             self._waker.close()
             self._waker = None
@@ -204,7 +224,7 @@ class Transport(virtual.Transport):
         """
         deadline = None if timeout is None else monotonic() + timeout
         consumption = self.consumption
-        while not consumption.deliver_one(one_by_one=True):
+        while not self._deliver_one(consumption):
             left = None if deadline is None else deadline - monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(f"no message within {timeout} seconds")
@@ -213,6 +233,13 @@ class Transport(virtual.Transport):
             if self._waker is None:
                 raise DatabaseUnavailable("the connection was closed while it was drained")
             self._waker.wait(min(waits) if waits else None)
+
+    def _deliver_one(self, consumption: Consumption) -> bool:
+        self._drained_by = threading.get_ident()
+        try:
+            return consumption.deliver_one(one_by_one=True)
+        finally:
+            self._drained_by = None
 
     # -- what people see
 

@@ -20,7 +20,7 @@ from kombu_pgnotify.consumers import Consumer
 from kombu_pgnotify.consumption import Consumption
 from kombu_pgnotify.leases import Lease
 from kombu_pgnotify.messages import Claimed, Outgoing, exchange_channel_of
-from kombu_pgnotify.qos import QoS
+from kombu_pgnotify.qos import QoS, flush
 from kombu_pgnotify.topology import Queue
 from kombu_pgnotify.waker import Waker
 
@@ -40,7 +40,7 @@ class Reader:
         self.got: list[tuple[str, bytes]] = []
         self._waker = Waker()
         # Without a prefetch limit: it takes all there is.
-        qos = QoS(None, lambda: broker.keeper, lambda: False, lambda: None)  # type: ignore[arg-type]
+        qos = QoS(None, lambda: broker.keeper, flush, lambda: None)  # type: ignore[arg-type]
         self._credit = lambda: qos
         self._consumption = Consumption(broker, self._waker.wake)
 

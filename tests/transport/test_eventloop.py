@@ -13,7 +13,7 @@ from helpers import wait_until
 from kombu import Connection, Message
 from kombu.asynchronous import Hub
 
-from kombu_pgnotify import eventloop
+from kombu_pgnotify import eventloop, qos
 
 Connect = Callable[..., Connection]
 Send = Callable[..., None]
@@ -233,6 +233,52 @@ def test_acks_travel_with_the_claim_they_make_room_for(
     acks = [calls for calls in statements if "acknowledge" in calls]
     assert len(claims) == 3
     assert acks == claims[1:]
+
+
+def test_claims_wait_for_more_credit_while_half_of_the_messages_are_in_hand(
+    looped: Any,
+    inbox: Any,
+    send: Send,
+    queue: str,
+    drive: Drive,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send(*range(40))
+    connection = looped()
+    store = connection.transport.broker.store
+    sizes: list[int] = []
+    claim = store.claim
+
+    def claiming(name: str, ranges: Any, limit: int, *args: Any) -> Any:
+        sizes.append(limit)
+        return claim(name, ranges, limit, *args)
+
+    monkeypatch.setattr(store, "claim", claiming)
+    monkeypatch.setattr(qos, "GATHER", 60.0)
+    got = inbox(connection, queue, prefetch=8)
+    drive(lambda: len(got.messages) == 8)
+    for message in list(got.messages):
+        message.ack()
+        for _ in range(3):
+            hub.run_once()
+    drive(lambda: len(got.messages) == 16)
+    assert sizes[:3] == [8, 4, 4]
+
+
+@pytest.mark.parametrize("held", [1, 7])
+def test_a_single_free_place_is_filled_although_no_other_ack_follows(
+    looped: Any, inbox: Any, send: Send, queue: str, drive: Drive, held: int, wait_rows: Any
+) -> None:
+    send(*range(8))
+    connection = looped()
+    got = inbox(connection, queue, prefetch=8)
+    drive(lambda: len(got.messages) == 8)
+    for message in got.messages[held:]:
+        message.ack()
+    send("more")
+    drive(lambda: len(got.messages) == 9)
+    wait_rows(held + 1, held + 1)
 
 
 def test_the_last_acks_go_out_with_the_next_iterations(

@@ -27,6 +27,7 @@ FLOORS = [
     {"database"},
     {"store", "listener", "leases"},
     {"aftermath", "topology", "dead_letters"},
+    {"settling"},
     {"keeper", "live", "housekeeper"},
     {"broker"},
 ]

@@ -1,0 +1,148 @@
+"""Acks in a loop of drain_events: together where more is waiting, and never for long."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers import wait_until
+from kombu import Connection, Message
+
+from kombu_pgnotify.session import Call, Session
+
+Connect = Callable[..., Connection]
+Send = Callable[..., None]
+Rows = Callable[[], tuple[int, int, int]]
+Drain = Callable[[Connection, Callable[[], Any]], None]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each statement has been run by this process, except for the listener's."""
+    counted: Counter[str] = Counter()
+    run = Session.run
+
+    def counting(self: Session, *calls: Call, **kwargs: Any) -> Any:
+        counted.update(statement.name for statement, _ in calls)
+        return run(self, *calls, **kwargs)
+
+    monkeypatch.setattr(Session, "run", counting)
+    return counted
+
+
+@pytest.fixture
+def no_backstop(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper's thread does not settle what the loop leaves."""
+    keeper = connection.transport.broker.keeper
+    monkeypatch.setattr(keeper, "settle_soon", lambda: None)
+    monkeypatch.setattr(keeper, "_settle_overdue", lambda: None)
+
+
+def test_acks_travel_together_and_the_last_one_at_once(
+    connection: Connection,
+    inbox: Any,
+    send: Send,
+    drain: Drain,
+    rows: Rows,
+    ran: Counter[str],
+    queue: str,
+    no_backstop: None,
+) -> None:
+    send(*range(30))
+    got = inbox(connection, queue, prefetch=10, on_message=Message.ack)
+    drain(connection, lambda: len(got.messages) == 30)
+    assert got.bodies == list(range(30))
+    assert rows() == (0, 0, 0)
+    # The tenth of each ten, for which nothing waits any more, takes the other nine along.
+    assert ran["acknowledge"] == 3
+    assert ran["claim"] == 3
+
+
+def test_an_ack_does_not_wait_for_the_loop_to_come_back(
+    connection: Connection, inbox: Any, send: Send, queue: str, wait_rows: Any
+) -> None:
+    send(*range(3))
+    inbox(connection, queue, prefetch=10, on_message=Message.ack)
+    connection.drain_events(timeout=20)
+    wait_rows(2, 2)
+
+
+def test_an_ack_does_not_wait_for_the_next_message(
+    connection: Connection, inbox: Any, send: Send, drain: Drain, queue: str, wait_rows: Any
+) -> None:
+    send(*range(3))
+
+    def work(message: Message) -> None:
+        if message.payload == 1:
+            wait_rows(2, 2)
+        message.ack()
+
+    got = inbox(connection, queue, prefetch=10, on_message=work)
+    drain(connection, lambda: len(got.messages) == 3)
+    wait_rows(0, 0)
+
+
+def test_an_ack_by_another_thread_goes_at_once(
+    connection: Connection, inbox: Any, send: Send, queue: str, rows: Rows, no_backstop: None
+) -> None:
+    send(*range(3))
+
+    def work(message: Message) -> None:
+        thread = threading.Thread(target=message.ack)
+        thread.start()
+        thread.join()
+
+    inbox(connection, queue, prefetch=10, on_message=work)
+    connection.drain_events(timeout=20)
+    assert rows()[0] == 2
+
+
+def test_an_ack_between_two_drains_goes_at_once_and_takes_others_along(
+    connection: Connection, inbox: Any, send: Send, queue: str, rows: Rows, no_backstop: None
+) -> None:
+    send(*range(4))
+    got = inbox(connection, queue, prefetch=10, on_message=lambda m: m.ack() if m.payload else None)
+    connection.drain_events(timeout=20)
+    connection.drain_events(timeout=20)
+    assert rows()[0] == 4
+    got.messages[0].ack()
+    assert rows()[0] == 2
+
+
+@pytest.mark.parametrize("verb", ["reject", "requeue"])
+def test_rejects_and_requeues_keep_their_order_with_acks(
+    connection: Connection, inbox: Any, send: Send, drain: Drain, queue: str, rows: Rows, verb: str
+) -> None:
+    send(*range(6))
+
+    def work(message: Message) -> None:
+        odd = message.payload % 2 and not message.delivery_info.get("redelivered")
+        getattr(message, verb if odd else "ack")()
+
+    got = inbox(connection, queue, prefetch=10, on_message=work)
+    drain(connection, lambda: len(got.messages) == (6 if verb == "reject" else 9))
+    wait_until(lambda: rows() == (0, 0, 3 if verb == "reject" else 0))
+
+
+def test_closing_tells_what_was_left_before_it_returns(
+    connect: Connect,
+    inbox: Any,
+    send: Send,
+    queue: str,
+    rows: Rows,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send(*range(4))
+    connection = connect()
+    keeper = connection.transport.broker.keeper
+    for name in ("settle_soon", "hurry", "_settle_overdue"):
+        monkeypatch.setattr(keeper, name, lambda: None)
+    inbox(connection, queue, prefetch=10, on_message=Message.ack)
+    connection.drain_events(timeout=20)
+    assert rows() == (4, 4, 0)
+    connection.close()
+    # One acknowledged; three that were claimed and never delivered are given back.
+    assert rows() == (3, 0, 0)
