@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from .claims import ClaimCursor
 from .housekeeper import Declaration
 from .leases import Lease
 from .messages import Claimed
+
+#: Seconds with always more than is taken after which publishers need not tell us of more.
+BUSY_AFTER = 0.05
 
 
 class Credit(Protocol):
@@ -99,7 +102,17 @@ class Consumers:
 class Watch:
     """What is known about one queue."""
 
-    __slots__ = ("channel", "cursor", "look_at", "promote_at", "promote_now", "queue", "seen_empty")
+    __slots__ = (
+        "busy_since",
+        "channel",
+        "cursor",
+        "look_at",
+        "promote_at",
+        "promote_now",
+        "queue",
+        "seen_empty",
+        "waits",
+    )
 
     def __init__(self, queue: str, channel: str) -> None:
         self.queue = queue
@@ -109,6 +122,52 @@ class Watch:
         self.promote_at = 0.0  # … and of the next check for due messages, if busy
         self.promote_now = False
         self.seen_empty = False
+        self.waits = True  # publishers are to tell us
+        self.busy_since: float | None = None  # monotonic: there was always more than we took
+
+    def busy(self, now: float) -> bool:
+        """Note that there is more than is taken; True if it is time to say that we do not wait."""
+        if self.busy_since is None:
+            self.busy_since = now
+        return self.waits and now >= self.busy_since + BUSY_AFTER
+
+
+class Watches(dict[str, Watch]):
+    """The queues that one connection watches, by name, and what was announced of them.
+
+    :meth:`announced` may be called by other threads at any moment.
+    """
+
+    def __init__(self) -> None:
+        # Channels that something was announced on; True: look from the start.
+        self._news: dict[str, bool] = {}
+
+    def announced(self, channels: Iterable[str], *, from_start: bool) -> None:
+        """Something was published on `channels`, or has come back below what was passed."""
+        for channel in channels:
+            if from_start:
+                self._news[channel] = True
+            else:
+                self._news.setdefault(channel, False)
+
+    def absorb(self) -> None:
+        """Have the queues looked at that something was announced of."""
+        while self._news:
+            channel, from_start = self._news.popitem()
+            for watch in self.all():
+                if watch.channel == channel:
+                    watch.look_at = 0.0
+                    watch.seen_empty = False
+                    if from_start:
+                        watch.cursor.look_from_start()
+
+    def all(self) -> list[Watch]:
+        """Return them; a signal handler may remove one at any moment."""
+        return list(self.values())
+
+    def channels(self, *, waiting: bool = False) -> set[str]:
+        """Return the channels of all queues, or of those that publishers are to tell of."""
+        return {watch.channel for watch in self.all() if watch.waits or not waiting}
 
 
 def in_order(watches: list[Watch], strategy: str, turn: int) -> list[Watch]:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from .broker import Broker
 from .celery.worker import is_stopping
 from .claims import Outlook
-from .consumers import Consumer, Consumers, Watch, in_order
+from .consumers import BUSY_AFTER, Consumer, Consumers, Watch, Watches, in_order
 from .errors import DatabaseUnavailable, StatementFailed
 from .leases import Lease, Outcome
 from .live import LiveQueues
@@ -57,10 +57,8 @@ class Consumption:
         self._broker = broker
         self._wake = wake
         self._consumers = Consumers()
-        self._watches: dict[str, Watch] = {}
+        self._watches = Watches()
         self._buffer: deque[_Entry] = deque()
-        # Channels that something was announced on; True: look from the start.
-        self._news: dict[str, bool] = {}
         self._live = LiveQueues(
             broker.topology,
             broker.store,
@@ -88,13 +86,11 @@ class Consumption:
 
     def add(self, consumer: Consumer) -> None:
         """Start consuming: look at once, and listen."""
-        queue = consumer.queue
+        queue, options = consumer.queue, self._broker.options
         self._consumers.add(consumer)
         if queue not in self._watches:
-            channel = channel_of(self._broker.options.schema, queue)
-            self._watches[queue] = Watch(queue, channel)
+            self._watches[queue] = Watch(queue, channel_of(options.schema, queue))
             self._listen()
-        options = self._broker.options
         if consumer.no_ack and options.notify and options.live_queues:
             self._live.add(queue)
         consumer.declaration = self._broker.housekeeper.use(queue)
@@ -134,15 +130,17 @@ class Consumption:
             pass
         elif payload == BOUND:
             self._live.rebound(channel)
-        elif payload == RELEASED:
-            self._news[channel] = True
         else:
-            self._news.setdefault(channel, False)
+            self._watches.announced([channel], from_start=payload == RELEASED)
         self._wake()
 
     def resync(self, channels: frozenset[str]) -> None:
-        self._news.update(dict.fromkeys(channels, True))
+        self._watches.announced(channels, from_start=True)
         self._outage.hurry()
+        self._wake()
+
+    def awaited(self, channels: frozenset[str]) -> None:
+        self._watches.announced(channels, from_start=False)
         self._wake()
 
     def deafened(self) -> None:
@@ -192,7 +190,7 @@ class Consumption:
             # What was claimed before is ours all the same.
             return self._next_deliverable()
         self._broker.database.check()
-        self._news.update((watch.channel, True) for watch in list(self._watches.values()))
+        self._watches.announced(self._watches.channels(), from_start=True)
         entry = self._find(one_by_one)
         self._outage.over()
         self._broker.interrupted.discard(self)
@@ -200,7 +198,7 @@ class Consumption:
 
     def _find(self, one_by_one: bool) -> _Entry | None:
         """Return the next message that was told, claimed before, or can be claimed now."""
-        self._absorb_news()
+        self._watches.absorb()
         if self._live:
             for queue in self._live.tend():
                 if (watch := self._watches.get(queue)) is not None:
@@ -259,36 +257,33 @@ class Consumption:
         """Return in how many seconds to look again; None: only when woken."""
         if self._outage.lasts:
             return self._outage.wait()
-        times = [
-            max(watch.look_at, self._consumers.gather_until(watch.queue))
-            for watch in list(self._watches.values())
-            if self._consumers.want_more(watch.queue)
-        ]
+        times = []
+        for watch in self._watches.all():
+            if self._consumers.want_more(watch.queue):
+                times.append(max(watch.look_at, self._consumers.gather_until(watch.queue)))
+            elif watch.waits and watch.busy_since is not None:
+                times.append(max(watch.look_at, watch.busy_since + BUSY_AFTER))
         if any(consumer.credit().waits_for_slot for consumer in self._consumers.all()):
             times.append(monotonic() + AGAIN_SOON)
         return max(0.0, min(times) - monotonic()) if times else None
 
+    def _note_busy(self, watch: Watch, now: float) -> None:
+        if watch.busy(now):
+            watch.waits = False
+            self._listen()
+
     def _listen(self) -> None:
         if self._broker.options.notify:
-            channels = {watch.channel for watch in list(self._watches.values())}
-            self._broker.listener.subscribe(self, channels | self._live.channels)
-
-    def _absorb_news(self) -> None:
-        while self._news:
-            channel, from_start = self._news.popitem()
-            for watch in list(self._watches.values()):
-                if watch.channel == channel:
-                    watch.look_at = 0.0
-                    watch.seen_empty = False
-                    if from_start:
-                        watch.cursor.look_from_start()
+            channels = self._watches.channels() | self._live.channels
+            waiting = self._watches.channels(waiting=True)
+            self._broker.listener.subscribe(self, channels, waiting)
 
     def _fetch_somewhere(self, one_by_one: bool) -> bool:
         """Look at the queues that are due, in turn, until one gave something."""
         # Said before it is known, so that an ack made meanwhile by another thread wakes us.
         self._blocked = True
         blocked = False
-        watches, strategy = list(self._watches.values()), self._broker.options.queue_order_strategy
+        watches, strategy = self._watches.all(), self._broker.options.queue_order_strategy
         for watch in in_order(watches, strategy, next(self._queue_turn)):
             if watch.look_at > (now := monotonic()):
                 continue
@@ -298,6 +293,7 @@ class Consumption:
             taker = self._consumers.taker(watch.queue)
             if taker is None:
                 blocked = True
+                self._note_busy(watch, now)
             elif self._look_safely(watch, taker, one_by_one):
                 return True
         self._blocked = blocked
@@ -343,6 +339,10 @@ class Consumption:
     def _plan(self, watch: Watch, now: float) -> None:
         """The queue is empty: find out when to look again although nobody announces anything."""
         watch.seen_empty = False
+        if not watch.waits:
+            # Looked at once more when publishers have been told.
+            watch.waits = True
+            self._listen()
         wait = self._broker.options.poll_every * random.uniform(1 - JITTER, 1)
         seconds = self._broker.store.next_look(watch.queue)
         if seconds is None or seconds > 0:
@@ -370,11 +370,12 @@ class Consumption:
         if outlook is Outlook.MORE:
             # A queue that is never empty still has to let due messages in.
             watch.promote_now = now >= watch.promote_at
+            self._note_busy(watch, now)
         elif outlook is Outlook.UNSURE:
             watch.look_at = watch.cursor.due_from_start()
         else:
             # First hand over what came; then ask when to look again.
-            watch.seen_empty = True
+            watch.seen_empty, watch.busy_since = True, None
         fit = [
             (taker, row, lease)
             for row, lease in itertools.zip_longest(rows, leases)

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 from .database import Database
 from .errors import DatabaseUnavailable
+from .messages import any_channel_of, lock_of
 from .session import Session
 from .sql import quote_identifier
 from .waker import Waker, wait_any
@@ -27,6 +28,10 @@ NOTIFY_QUEUE_FILLS = 0.5
 #: Seconds the connection is kept after the last subscriber has left.
 LINGER = 5.0
 
+#: Locks by which a connection says for which channels it waits; with more of them, one stands for
+#: all.  The server counts on 64 for each of its connections (max_locks_per_transaction).
+MOST_LOCKS = 8
+
 
 class Subscriber(Protocol):
     """Who hears announcements; all methods return at once and take no lock."""
@@ -36,6 +41,9 @@ class Subscriber(Protocol):
 
     def resync(self, channels: frozenset[str]) -> None:
         """LISTEN on `channels` is in force from now on; what was announced before is gone."""
+
+    def awaited(self, channels: frozenset[str]) -> None:
+        """From now on publishers tell of `channels`; what was published before is in the table."""
 
     def deafened(self) -> None:
         """No LISTEN is in force any more; the next resync names those that are again."""
@@ -57,17 +65,26 @@ class Listener:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._wanted: _Channels = {}
+        self._waiting: _Channels = {}
         self._heard: _Channels = {}
         self._closing = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._waker: Waker | None = None
 
-    def subscribe(self, subscriber: Subscriber, channels: Iterable[str]) -> None:
-        """Let `subscriber` hear exactly these `channels`; it is told to resync for new ones."""
+    def subscribe(
+        self, subscriber: Subscriber, channels: Iterable[str], waiting: Iterable[str] = ()
+    ) -> None:
+        """Let `subscriber` hear exactly these `channels`; it is told to resync for new ones.
+
+        Arguments:
+            waiting: those of them of which publishers are to tell; nobody tells a busy consumer
+                what it will find anyway.
+        """
         with self._lock:
             self._closing = False
             self._wanted[subscriber] = frozenset(channels)
+            self._waiting[subscriber] = frozenset(waiting)
             if self._thread is None:
                 self._waker = Waker()
                 self._thread = threading.Thread(
@@ -84,12 +101,14 @@ class Listener:
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Forget `subscriber`; takes no lock and does no I/O."""
         self._wanted.pop(subscriber, None)
+        self._waiting.pop(subscriber, None)
         self._nudge()
 
     def close(self, timeout: float) -> None:
         """Forget everybody and wait up to `timeout` seconds for the thread to end."""
         self._closing = True
         self._wanted.clear()
+        self._waiting.clear()
         thread = self._thread
         self._nudge()
         if thread is not None and thread is not threading.current_thread():
@@ -153,8 +172,9 @@ class Listener:
             for subscriber in list(self._wanted):
                 subscriber.deafened()
 
-    def take_wanted(self, heard: _Channels) -> tuple[_Channels, _Channels]:
-        """Return what is wanted, and what of it is `heard` already: from now on only that."""
+    def take_wanted(self, heard: _Channels) -> tuple[_Channels, _Channels, _Channels]:
+        """Return what is wanted, what of it is `heard` already (from now on only that), and who
+        waits for what."""
         with self._lock:
             # At once, so that nobody takes for heard what is just being given up.
             wanted = dict(self._wanted)
@@ -162,11 +182,16 @@ class Listener:
                 subscriber: channels & heard.get(subscriber, frozenset())
                 for subscriber, channels in wanted.items()
             }
-            return wanted, self._heard
+            return wanted, self._heard, dict(self._waiting)
 
     def now_heard(self, heard: _Channels) -> None:
         """These LISTENs are in force."""
         self._heard = heard
+
+
+#: Shared by all who wait; see the statement announce_published.
+_LOCK = "SELECT pg_catalog.pg_advisory_lock_shared({})"
+_UNLOCK = "SELECT pg_catalog.pg_advisory_unlock_shared({})"
 
 
 class _Ear:
@@ -179,6 +204,9 @@ class _Ear:
         self._check_every = database.options.health_check_interval
         self._check_at = monotonic() + self._check_every
         self._heard: _Channels = {}
+        self._awaited: _Channels = {}
+        self._locks: frozenset[str] = frozenset()
+        self._any_channel = any_channel_of(database.options.schema)
 
     def listen(self, waker: Waker) -> None:
         session = self._session
@@ -201,20 +229,37 @@ class _Ear:
             wait_any((session.fileno(), waker.fileno()), until - monotonic())
 
     def _adjust(self) -> None:
-        """Make the LISTENs those that are wanted, then tell whom it concerns."""
-        wanted, kept = self._listener.take_wanted(self._heard)
+        """Make the LISTENs those that are wanted, then tell whom it concerns.
+
+        That we wait is told to publishers by a lock, since it is seen at once and ends with the
+        connection.  They look for it after their commit: who sees none has committed before we
+        took it, so that the look that :meth:`Subscriber.awaited` asks for finds the message.
+        """
+        wanted, kept, waiting = self._listener.take_wanted(self._heard)
         before = frozenset().union(*self._heard.values())
         after = frozenset().union(*wanted.values())
-        commands = [f"LISTEN {quote_identifier(name)}" for name in sorted(after - before)]
-        commands += [f"UNLISTEN {quote_identifier(name)}" for name in sorted(before - after)]
+        locks = self._locks_for(frozenset().union(*waiting.values()) & after)
+        commands = [
+            *(f"LISTEN {quote_identifier(name)}" for name in sorted(after - before)),
+            *(f"UNLISTEN {quote_identifier(name)}" for name in sorted(before - after)),
+            *(_LOCK.format(lock_of(name)) for name in sorted(locks - self._locks)),
+            *(_UNLOCK.format(lock_of(name)) for name in sorted(self._locks - locks)),
+        ]
         if commands:
             self._session.script("; ".join(commands))
+        told, self._awaited, self._locks = self._awaited, waiting, locks
         self._heard = wanted
         self._listener.now_heard(wanted)
         # Only now: who looks at the table from here on misses nothing.
         for subscriber, channels in wanted.items():
             if new := channels - kept[subscriber]:
                 subscriber.resync(new)
+            awaited = waiting.get(subscriber, frozenset()) & kept[subscriber]
+            if awaited := awaited - told.get(subscriber, frozenset()):
+                subscriber.awaited(awaited)
+
+    def _locks_for(self, waiting: frozenset[str]) -> frozenset[str]:
+        return waiting if len(waiting) <= MOST_LOCKS else frozenset([self._any_channel])
 
     def _dispatch(self) -> None:
         for channel, payload in self._session.notifications():
@@ -225,7 +270,7 @@ class _Ear:
     def _check_health(self) -> None:
         """Prove that the server answers and that the LISTENs are in force."""
         self._check_at = monotonic() + self._check_every
-        names, read_only, usage = self._session.run(self._check)[0][0]
+        names, locks, read_only, usage = self._session.run(self._check)[0][0]
         if usage > NOTIFY_QUEUE_FILLS:
             logger.warning(
                 "listener.notify_queue usage=%.0f%%: when it is full nothing can be announced; "
@@ -236,8 +281,8 @@ class _Ear:
             # Another of the URL's hosts may have taken over; publishers notify there.
             raise DatabaseUnavailable("the server has become read-only")
         missing = frozenset().union(*self._heard.values()) - set(names.split())
-        if missing:
+        if missing or locks < len(self._locks):
             raise DatabaseUnavailable(
-                f"{len(missing)} LISTENs are not in force any more: behind a pooler in "
-                "transaction mode set the option notify to False"
+                f"{len(missing)} LISTENs and {len(self._locks) - locks} locks are not in force any "
+                "more: behind a pooler in transaction mode set the option notify to False"
             )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import NamedTuple
+
+#: Names of channels kept: to compute one takes as long as to encode a message.
+REMEMBERED = 1000
 
 #: What an announcement says (the NOTIFY payload): a row was published …
 PUBLISHED = "published"
@@ -73,6 +77,7 @@ class Fence(NamedTuple):
     delivery: int
 
 
+@functools.lru_cache(REMEMBERED)
 def channel_of(schema: str, queue: str) -> str:
     """Return the NOTIFY channel of `queue`; the schema's own function computes the same."""
     digest = hashlib.sha224(f"{schema}.{queue}".encode("utf-8", "surrogatepass")).hexdigest()
@@ -83,3 +88,14 @@ def exchange_channel_of(schema: str, exchange: str) -> str:
     """Return the NOTIFY channel on which an exchange tells live queues."""
     digest = hashlib.sha224(f"{schema}.{exchange}".encode("utf-8", "surrogatepass")).hexdigest()
     return "pgnotify_x_" + digest[:40]
+
+
+@functools.lru_cache(REMEMBERED)
+def lock_of(channel: str) -> int:
+    """Return the number of the advisory lock that says that somebody waits for `channel`."""
+    return int.from_bytes(hashlib.sha224(channel.encode()).digest()[:8], "big", signed=True)
+
+
+def any_channel_of(schema: str) -> str:
+    """Return what a consumer of many queues waits for: something published to any of `schema`."""
+    return channel_of(schema, "") + "_any"

@@ -23,8 +23,10 @@ from .messages import (
     Fence,
     Outgoing,
     Routed,
+    any_channel_of,
     channel_of,
     exchange_channel_of,
+    lock_of,
 )
 from .session import Call, Rows
 
@@ -64,6 +66,7 @@ class MessageStore:
         self._database = database
         self._options = database.options
         self._statements = database.statements
+        self._any_lock = lock_of(any_channel_of(self._options.schema))
         self._lowest_first = self._options.priority_order == "redis"
 
     def publish(self, queue: str, message: Outgoing) -> int:
@@ -367,7 +370,9 @@ class MessageStore:
         whole cluster until its WAL is flushed."""
         if not self._options.notify:
             return []
-        schema = self._options.schema
-        return [
-            (self._statements["announce"], (channel_of(schema, queue), what)) for queue in queues
-        ]
+        channels = [channel_of(self._options.schema, queue) for queue in queues]
+        if what != PUBLISHED:
+            # Those who are busy must know, too: it lies below what they have passed.
+            return [(self._statements["announce"], (channel, what)) for channel in channels]
+        statement, any_lock = self._statements["announce_published"], self._any_lock
+        return [(statement, (channel, what, lock_of(channel), any_lock)) for channel in channels]

@@ -134,6 +134,13 @@ SELECT envelope, payload FROM {schema}.broadcasts WHERE broadcast_id = $1;
 -- Tells the listeners of channel $1 what happened ($2: published or released).
 SELECT pg_notify($1, $2);
 
+-- name: announce_published
+-- Tells the listeners of channel $1 ($2: published) if anybody waits: who does shares a lock, $3 for
+-- this channel or $4 for any.  It runs after the commit of what was published: who waits later looks
+-- later, and finds it.
+SELECT pg_notify($1, $2)
+WHERE NOT (pg_try_advisory_xact_lock($3::bigint) AND pg_try_advisory_xact_lock($4::bigint));
+
 -- name: claim
 -- Leases up to $5 ready or expired messages of queue $1 to worker $6 for $7 seconds,
 -- walking the ranges (rank, task_id) > ($2, $3) up to rank $4 in turn.
@@ -494,8 +501,9 @@ WITH expired AS MATERIALIZED (
 SELECT count(*) FROM purged;
 
 -- name: listening
--- Lists the channels this session listens on, to check that the LISTENs are in force, and tells
--- whether the server is read-only now: then nobody notifies there any more.  Looking at the notify
+-- Lists the channels this session listens on and counts its locks (see announce_published), to check
+-- that they are in force, and tells whether the server is read-only now: then nobody notifies there any more.  Looking at the notify
 -- queue is what frees it: once it has been full nothing else does, although all have read it.
 SELECT coalesce(pg_catalog.array_to_string(ARRAY(SELECT pg_listening_channels()), ' '), ''),
+       (SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'),
        current_setting('transaction_read_only')::boolean, pg_notification_queue_usage();

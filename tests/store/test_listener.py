@@ -14,6 +14,7 @@ from helpers import wait_until
 from kombu_pgnotify import database as database_module, listener as listener_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.embedded import HOST, free_port
+from kombu_pgnotify.messages import any_channel_of, lock_of
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -40,6 +41,10 @@ class Hearer:
         self.threads.add(threading.current_thread().name)
         self._on_resync()
         self.events.append(("resync", *sorted(channels)))
+
+    def awaited(self, channels: frozenset[str]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.events.append(("awaited", *sorted(channels)))
 
     def deafened(self) -> None:
         self.threads.add(threading.current_thread().name)
@@ -360,3 +365,118 @@ def test_a_lost_listener_names_the_server_that_it_listens_to(
     broker.listener.subscribe(hearer, ["a"])
     wait_until(lambda: "listener.lost" in caplog.text)
     assert f": {HOST}:{port}, database" in caplog.text
+
+
+# -- saying that one waits
+
+
+LOCKS = (
+    "SELECT ((classid::bigint << 32) | objid::bigint) FROM pg_locks WHERE locktype = 'advisory'"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+
+
+@pytest.fixture
+def waited_for(sql: Sql) -> Callable[[], set[int]]:
+    """A function that returns the numbers of the locks of those who wait."""
+
+    def run() -> set[int]:
+        return {number for (number,) in sql(LOCKS)}
+
+    return run
+
+
+WaitedFor = Callable[[], set[int]]
+
+
+def test_who_waits_for_a_channel_says_so(
+    broker: Broker, hearer: Hearer, waited_for: WaitedFor
+) -> None:
+    broker.listener.subscribe(hearer, ["a", "b"], ["a"])
+    wait_until(hearer.resyncs)
+    # In force before anybody is told to look.
+    assert waited_for() == {lock_of("a")}
+    broker.listener.subscribe(hearer, ["a", "b"], ["a", "b"])
+    wait_until(lambda: ("awaited", "b") in hearer.events)
+    assert waited_for() == {lock_of("a"), lock_of("b")}
+    broker.listener.subscribe(hearer, ["a", "b"], [])
+    wait_until(lambda: waited_for() == set())
+    broker.listener.subscribe(hearer, ["a", "b"], ["b"])
+    wait_until(lambda: hearer.events.count(("awaited", "b")) == 2)
+    assert waited_for() == {lock_of("b")}
+    # A new channel is resynced: there is no second look for it.
+    broker.listener.subscribe(hearer, ["a", "b", "c"], ["b", "c"])
+    wait_until(lambda: ("resync", "c") in hearer.events)
+    assert ("awaited", "c") not in hearer.events
+    assert ("awaited", "a") not in hearer.events
+
+
+def test_a_channel_is_waited_for_until_the_last_one_is_busy(
+    broker: Broker, waited_for: WaitedFor
+) -> None:
+    one, two = Hearer(), Hearer()
+    broker.listener.subscribe(one, ["a"], ["a"])
+    broker.listener.subscribe(two, ["a"])
+    wait_until(lambda: one.resyncs() and two.resyncs())
+    broker.listener.subscribe(two, ["a"], ["a"])
+    # The lock is there already, and yet there may be something it was not told of.
+    wait_until(lambda: ("awaited", "a") in two.events)
+    broker.listener.subscribe(one, ["a"])
+    broker.listener.subscribe(two, ["a", "b"], ["a"])
+    wait_until(lambda: ("resync", "b") in two.events)
+    assert waited_for() == {lock_of("a")}
+    broker.listener.unsubscribe(two)
+    wait_until(lambda: waited_for() == set())
+
+
+def test_many_channels_need_one_lock(
+    broker: Broker, hearer: Hearer, waited_for: WaitedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"n{number}" for number in range(listener_module.MOST_LOCKS + 1)]
+    broker.listener.subscribe(hearer, names, names[:-1])
+    wait_until(hearer.resyncs)
+    assert waited_for() == {lock_of(name) for name in names[:-1]}
+    broker.listener.subscribe(hearer, names, names)
+    wait_until(lambda: ("awaited", names[-1]) in hearer.events)
+    assert waited_for() == {lock_of(any_channel_of(broker.options.schema))}
+    broker.listener.subscribe(hearer, names, names[:2])
+    wait_until(lambda: waited_for() == {lock_of(name) for name in names[:2]})
+
+
+def test_after_a_loss_it_is_said_again(
+    broker: Broker, hearer: Hearer, sql: Sql, waited_for: WaitedFor
+) -> None:
+    broker.listener.subscribe(hearer, ["a"], ["a"])
+    wait_until(hearer.resyncs)
+    sql(f"SELECT pg_terminate_backend(pid) FROM ({LISTENING}) AS ours")
+    wait_until(lambda: hearer.resyncs() == 2)
+    assert waited_for() == {lock_of("a")}
+
+
+def test_lost_locks_are_noticed_by_the_health_check(
+    make_broker: Callable[..., Broker],
+    hearer: Hearer,
+    waited_for: WaitedFor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broker = make_broker(health_check_interval=1)
+    sessions = []
+    opening = broker.database.open
+
+    def remembering(*args: Any) -> Any:
+        sessions.append(opening(*args))
+        return sessions[-1]
+
+    monkeypatch.setattr(broker.database, "open", remembering)
+    broker.listener.subscribe(hearer, ["a"], ["a"])
+    wait_until(hearer.resyncs)
+    check = listener_module._Ear._check_health
+
+    def losing(ear: Any) -> None:
+        if len(sessions) == 1:
+            sessions[0].script("SELECT pg_advisory_unlock_all()")
+        check(ear)
+
+    monkeypatch.setattr(listener_module._Ear, "_check_health", losing)
+    wait_until(lambda: hearer.resyncs() == 2)
+    assert waited_for() == {lock_of("a")}

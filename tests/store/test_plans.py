@@ -283,7 +283,8 @@ def test_claims_renewals_and_releases_are_hot_updates(
 
 #: Statements on nothing, on tables that stay small, or on all there is; or once in a while.
 OTHERS = """
-abandon announce bind bindings claim_chore clear_dead_letters dead_letters declare_exchange
+abandon announce announce_published bind bindings claim_chore clear_dead_letters dead_letters
+declare_exchange
 declare_queue delete_exchange delete_queue exchange_type exchanges expired_queues list_bindings
 listening lock_exchange newest_dead_letter ping schema_state schema_version
 sweep_broadcasts trim_turn unbind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -10,42 +9,18 @@ from typing import Any
 
 import psycopg
 import pytest
+from ear import Ear
 from hypothesis import given, settings, strategies as st
 
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
-from kombu_pgnotify.messages import Fence, Outgoing, channel_of
+from kombu_pgnotify.messages import Fence, Outgoing, channel_of, lock_of
 from kombu_pgnotify.store import MessageStore
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 
 INSERT = "INSERT INTO pgnotify.tasks (task_name, envelope, payload) VALUES (%s, '{}', '')"
 RELEASE = "UPDATE pgnotify.tasks SET lease_worker_id = NULL, lease_expiration = NULL"
-
-
-class Ear:
-    """A plain connection that listens to the channels of some queues."""
-
-    def __init__(self, url: str, *queues: str) -> None:
-        self._connection = psycopg.connect(url, autocommit=True)
-        self._mark = channel_of("ear", "mark")
-        self._names = {channel_of("pgnotify", queue): queue for queue in queues}
-        for channel in (self._mark, *self._names):
-            self._connection.execute(f'LISTEN "{channel}"'.encode())
-
-    def heard(self) -> list[tuple[str, str]]:
-        """What was announced until now, as (queue, what): NOTIFY keeps the order of commits."""
-        mark = str(random.random())
-        self._connection.execute("SELECT pg_notify(%s, %s)", (self._mark, mark))
-        found = []
-        for notify in self._connection.notifies(timeout=10):
-            if (notify.channel, notify.payload) == (self._mark, mark):
-                return found
-            found.append((self._names[notify.channel], notify.payload))
-        raise AssertionError("the mark never came")
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 @pytest.fixture
@@ -143,7 +118,9 @@ def test_the_row_is_there_when_the_announcement_comes(
     database: str, store: MessageStore, sql: Sql
 ) -> None:
     with psycopg.connect(database, autocommit=True) as connection:
-        connection.execute(f'LISTEN "{channel_of("pgnotify", "one")}"'.encode())
+        channel = channel_of("pgnotify", "one")
+        connection.execute(f'LISTEN "{channel}"'.encode())
+        connection.execute("SELECT pg_advisory_lock_shared(%s)", (lock_of(channel),))
         for number in range(20):
             store.publish("one", Outgoing("{}", b""))
             assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
@@ -155,7 +132,9 @@ def test_an_announcement_that_fails_is_a_warning_since_the_row_is_written(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     # Longer than NOTIFY takes; a full notification queue fails in the same way.
-    monkeypatch.setattr("kombu_pgnotify.store.channel_of", lambda *_: "x" * 64)
+    too_long = "x" * 64
+    monkeypatch.setattr("kombu_pgnotify.store.channel_of", lambda *_: too_long)
+    sql("SELECT pg_advisory_lock_shared(%s)", lock_of(too_long))
     assert store.publish("one", Outgoing("{}", b"")) == 1
     assert "announce" in caplog.text
     (row,) = store.claim("one", everything, 1, "me")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,13 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from ear import Ear
 from helpers import wait_until
 from kombu import Connection, Message
 from kombu.asynchronous import Hub
 
-from kombu_pgnotify import eventloop, qos
+from kombu_pgnotify import consumers, consumption, eventloop, qos
+from kombu_pgnotify.messages import channel_of, lock_of
 
 Connect = Callable[..., Connection]
 Send = Callable[..., None]
@@ -65,6 +68,92 @@ def settled_down(connection: Connection, queue: str) -> bool:
 
 def in_time(seconds: float) -> str:
     return (datetime.now(timezone.utc) + timedelta(seconds=seconds)).isoformat()
+
+
+# -- saying that one waits
+
+
+@pytest.fixture
+def waited_for(sql: Sql, queue: str) -> Callable[[], bool]:
+    """A function that says whether somebody wants to be told of this test's queue."""
+    lock = lock_of(channel_of("pgnotify", queue))
+
+    def run() -> bool:
+        return sql("SELECT pg_try_advisory_xact_lock(%s)", lock) == [(False,)]
+
+    return run
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_who_has_all_that_it_takes_is_told_of_nothing_more(
+    looped: Any,
+    inbox: Any,
+    send: Send,
+    queue: str,
+    drive: Drive,
+    database: str,
+    waited_for: Any,
+    prefetch: int,
+) -> None:
+    ear = Ear(database, queue, waits=False)
+    connection = looped()
+    got = inbox(connection, queue, prefetch=prefetch)
+    drive(lambda: settled_down(connection, queue))
+    assert waited_for()
+    send(*range(prefetch))
+    drive(lambda: len(got.messages) == prefetch)
+    assert ear.heard()
+    drive(lambda: not waited_for())
+    send(*range(20))
+    assert ear.heard() == []
+    # It has room again: first for what is there, then for what comes; the poll is an hour away.
+    while len(got.messages) < prefetch + 20:
+        seen = len(got.messages)
+        got.messages[seen - 1].ack()
+        drive(lambda: len(got.messages) > seen)  # noqa: B023
+    for message in got.messages[:-1]:
+        if not message.acknowledged:
+            message.ack()
+    got.messages[-1].ack()
+    drive(waited_for)
+    send("told")
+    assert ear.heard() == [(queue, "published")]
+    drive(lambda: got.bodies[-1] == "told")
+    ear.close()
+
+
+def test_wake_ups_survive_any_change_between_busy_and_idle(
+    looped: Any,
+    inbox: Any,
+    connect: Connect,
+    queue: str,
+    drive: Drive,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Publishers pause about as long as it takes to be taken for busy, or for idle."""
+    monkeypatch.setattr(consumers, "BUSY_AFTER", 0.002)
+    monkeypatch.setattr(consumption, "BUSY_AFTER", 0.002)
+    count = 150
+    connection = looped()
+    got = inbox(connection, queue, prefetch=2, on_message=lambda m: hub.call_soon(m.ack))
+    links = [connect() for _ in range(3)]
+
+    def publish(link: Connection, seed: int) -> None:
+        pauses = random.Random(seed)
+        producer = link.Producer(auto_declare=False)
+        for number in range(count):
+            producer.publish(number, routing_key=queue, serializer="json")
+            time.sleep(pauses.choice([0, 0, 0.001, 0.004, 0.012]))
+
+    threads = [
+        threading.Thread(target=publish, args=(link, seed)) for seed, link in enumerate(links)
+    ]
+    for thread in threads:
+        thread.start()
+    drive(lambda: len(got.messages) == count * len(links))
+    for thread in threads:
+        thread.join()
 
 
 # -- what wakes the loop
@@ -201,7 +290,8 @@ def test_idle_turns_of_the_loop_ask_the_server_nothing(
     drive(lambda: settled_down(connection, queue))
     # LISTEN has come into force, and what that asks for has been looked at.
     wait_until(lambda: connection.transport.broker.listener._wanted)
-    drive(lambda: settled_down(connection, queue) and not connection.transport.consumption._news)
+    watches = connection.transport.consumption._watches
+    drive(lambda: settled_down(connection, queue) and not watches._news)
     statements.clear()
     for _ in range(20):
         for tick in list(hub.on_tick):

@@ -1,0 +1,51 @@
+"""A plain connection that hears what is announced of some queues."""
+
+from __future__ import annotations
+
+import random
+
+import psycopg
+
+from kombu_pgnotify.messages import channel_of, lock_of
+
+
+class Ear:
+    """Listens to the channels of `queues`; with `waits` it says so, as an idle consumer does."""
+
+    def __init__(self, url: str, *queues: str, waits: bool = True) -> None:
+        self._connection = psycopg.connect(url, autocommit=True)
+        self._mark = channel_of("ear", "mark")
+        self._names = {channel_of("pgnotify", queue): queue for queue in queues}
+        self.locks = [lock_of(channel) for channel in self._names]
+        for channel in (self._mark, *self._names):
+            self._connection.execute(f'LISTEN "{channel}"'.encode())
+        if waits:
+            self.wait()
+
+    def wait(self) -> None:
+        """Say that announcements are wanted."""
+        self._locking("pg_advisory_lock_shared")
+
+    def wait_no_more(self) -> None:
+        """Say that they are not, although they are heard."""
+        self._locking("pg_advisory_unlock_shared")
+
+    def heard(self) -> list[tuple[str, str]]:
+        """What was announced until now, as (queue, what): NOTIFY keeps the order of commits."""
+        mark = str(random.random())
+        self._connection.execute("SELECT pg_notify(%s, %s)", (self._mark, mark))
+        found = []
+        for notify in self._connection.notifies(timeout=10):
+            if (notify.channel, notify.payload) == (self._mark, mark):
+                return found
+            if notify.channel == self._mark:
+                continue  # another ear's
+            found.append((self._names[notify.channel], notify.payload))
+        raise AssertionError("the mark never came")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _locking(self, function: str) -> None:
+        for lock in self.locks:
+            self._connection.execute(f"SELECT {function}(%s)".encode(), (lock,))

@@ -1,0 +1,180 @@
+"""Announced only if somebody waits, and yet no wake-up is ever lost.
+
+A publisher commits, then looks whether anybody waits, and tells.  A consumer says that it waits,
+then looks into the table, and sleeps if there is nothing.  Every interleaving of these steps, on
+real connections, and random ones of several publishers and consumers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from ear import Ear
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from kombu_pgnotify.broker import Broker
+from kombu_pgnotify.claims import ClaimCursor
+from kombu_pgnotify.messages import PUBLISHED, RELEASED, Outgoing, any_channel_of, lock_of
+from kombu_pgnotify.session import Session
+
+Sql = Callable[..., list[tuple[Any, ...]]]
+
+QUEUE = "queue"
+
+PUBLISHER = ("commit", "tell")
+CONSUMER = ("wait", "look")
+#: From the start: waiting, then busy, then waiting once more.
+RELAPSING = ("wait", "busy", "wait", "look")
+
+
+class Publisher:
+    """Publishes one message in two steps."""
+
+    def __init__(self, session: Session, broker: Broker) -> None:
+        self._session, self._store = session, broker.store
+
+    def commit(self) -> None:
+        statement = self._store._statements["publish"]
+        row = self._store._row(Outgoing("{}", b"x"))
+        self._session.run((statement, (QUEUE, *row, True)))
+
+    def tell(self) -> None:
+        self._session.run(*self._store._announcements([QUEUE], PUBLISHED))
+
+
+class Consumer:
+    """Says that it waits, and looks."""
+
+    def __init__(self, url: str, broker: Broker, name: str) -> None:
+        self.ear = Ear(url, QUEUE, waits=False)
+        self._store, self._name = broker.store, name
+        self.waits = False
+        self.got = 0
+
+    def wait(self) -> None:
+        self.ear.wait()
+        self.waits = True
+
+    def busy(self) -> None:
+        self.ear.wait_no_more()
+        self.waits = False
+
+    def look(self) -> None:
+        everything = ClaimCursor().next_ranges(0)
+        self.got += len(self._store.claim(QUEUE, everything, 10, self._name))
+
+    def wake(self) -> bool:
+        """Do what somebody does who is told."""
+        if heard := self.ear.heard():
+            self.look()
+        return bool(heard)
+
+
+def interleavings(*scripts: tuple[str, ...]) -> Iterator[list[int]]:
+    """Every order in which the steps of several can happen: of each step, whose it is."""
+    steps = [number for number, script in enumerate(scripts) for _ in script]
+    yield from map(list, sorted(set(itertools.permutations(steps))))
+
+
+@pytest.fixture
+def cast(broker: Broker, database: str) -> Iterator[Callable[..., Any]]:
+    """A function that makes publishers or consumers, each on a connection of its own."""
+    ends: list[Any] = []
+
+    def make(kind: type) -> Any:
+        if kind is Publisher:
+            session = broker.database.open()
+            ends.append(session)
+            return Publisher(session, broker)
+        consumer = Consumer(database, broker, f"consumer {len(ends)}")
+        ends.append(consumer.ear)
+        return consumer
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("script", [CONSUMER, RELAPSING], ids=["idle", "relapsing"])
+def test_a_message_is_found_or_told_whatever_comes_first(
+    cast: Any, sql: Sql, script: tuple[str, ...]
+) -> None:
+    publisher, consumer = cast(Publisher), cast(Consumer)
+    told = 0
+    for order in interleavings(PUBLISHER, script):
+        sql("TRUNCATE pgnotify.tasks")
+        consumer.got = 0
+        turns = [iter(PUBLISHER), iter(script)]
+        for whose in order:
+            getattr((publisher, consumer)[whose], next(turns[whose]))()
+        told += consumer.wake()
+        assert consumer.got == 1, order
+        consumer.busy()
+    # Both ways have been taken.
+    assert 0 < told < len(list(interleavings(PUBLISHER, script)))
+
+
+def test_nobody_is_told_who_does_not_wait(cast: Any, broker: Broker, database: str) -> None:
+    consumer = cast(Consumer)
+    other = Ear(database, "another queue")
+    try:
+        for _ in range(20):
+            broker.store.publish(QUEUE, Outgoing("{}", b"x"))
+        broker.store.publish_batch([("", QUEUE, Outgoing("{}", b"x"))])
+        assert consumer.ear.heard() == other.heard() == []
+        consumer.wait()
+        broker.store.publish(QUEUE, Outgoing("{}", b"x"))
+        assert consumer.ear.heard() == [(QUEUE, PUBLISHED)]
+    finally:
+        other.close()
+
+
+def test_who_is_busy_is_told_of_what_came_back(cast: Any, broker: Broker) -> None:
+    consumer = cast(Consumer)
+    broker.store.announce([QUEUE], RELEASED)
+    assert consumer.ear.heard() == [(QUEUE, RELEASED)]
+
+
+def test_who_waits_for_anything_is_told(cast: Any, broker: Broker, sql: Sql) -> None:
+    consumer = cast(Consumer)
+    sql("SELECT pg_advisory_lock_shared(%s)", lock_of(any_channel_of(broker.options.schema)))
+    broker.store.publish(QUEUE, Outgoing("{}", b"x"))
+    assert consumer.ear.heard() == [(QUEUE, PUBLISHED)]
+
+
+def test_a_publisher_never_waits_for_somebody_elses_lock(
+    cast: Any, broker: Broker, sql: Sql
+) -> None:
+    consumer = cast(Consumer)
+    sql("SELECT pg_advisory_lock(%s)", next(iter(consumer.ear.locks)))
+    broker.store.publish(QUEUE, Outgoing("{}", b"x"))
+    assert consumer.ear.heard() == [(QUEUE, PUBLISHED)]
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_publishers_and_consumers_at_random(cast: Any, sql: Sql, data: st.DataObject) -> None:
+    """Whoever has looked after saying that it waits, sleeps; nothing may lie there untold."""
+    sql("TRUNCATE pgnotify.tasks")
+    publishers = [cast(Publisher) for _ in range(data.draw(st.integers(1, 3)))]
+    consumers = [cast(Consumer) for _ in range(data.draw(st.integers(1, 3)))]
+    relapses = data.draw(st.lists(st.booleans(), min_size=len(consumers), max_size=len(consumers)))
+    plays = [(publisher, PUBLISHER) for publisher in publishers]
+    plays += [
+        (consumer, RELAPSING if relapse else CONSUMER)
+        for consumer, relapse in zip(consumers, relapses, strict=True)
+    ]
+    steps = [number for number, (_, script) in enumerate(plays) for _ in script]
+    turns = [iter(script) for _, script in plays]
+    for whose in data.draw(st.permutations(steps)):
+        getattr(plays[whose][0], next(turns[whose]))()
+    for consumer in consumers:
+        consumer.wake()
+    assert sum(consumer.got for consumer in consumers) == len(publishers)
+    for consumer in consumers:
+        consumer.busy()
