@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import Protocol
 
 from .claims import ClaimCursor
@@ -126,10 +127,21 @@ class Watch:
         self.busy_since: float | None = None  # monotonic: there was always more than we took
 
     def busy(self, now: float) -> bool:
-        """Note that there is more than is taken; True if it is time to say that we do not wait."""
+        """Note that there is more than is taken; True if publishers need not tell us any more."""
         if self.busy_since is None:
             self.busy_since = now
-        return self.waits and now >= self.busy_since + BUSY_AFTER
+        changed = self.waits and now >= self.busy_since + BUSY_AFTER
+        self.waits = self.waits and not changed
+        return changed
+
+    def rest(self, when: float) -> bool:
+        """Do not look before `when`; True if publishers are to tell us again."""
+        self.look_at = when
+        if when <= monotonic():
+            return False
+        self.busy_since = None
+        changed, self.waits = not self.waits, True
+        return changed
 
 
 class Watches(dict[str, Watch]):
@@ -164,6 +176,17 @@ class Watches(dict[str, Watch]):
     def all(self) -> list[Watch]:
         """Return them; a signal handler may remove one at any moment."""
         return list(self.values())
+
+    def next_looks(self, consumers: Consumers) -> list[float]:
+        """Return when (monotonic) which queue is to be looked at next."""
+        times = []
+        for watch in self.all():
+            if consumers.want_more(watch.queue):
+                times.append(max(watch.look_at, consumers.gather_until(watch.queue)))
+            elif watch.waits and watch.busy_since is not None:
+                # To say that it is busy.
+                times.append(max(watch.look_at, watch.busy_since + BUSY_AFTER))
+        return times
 
     def channels(self, *, waiting: bool = False) -> set[str]:
         """Return the channels of all queues, or of those that publishers are to tell of."""

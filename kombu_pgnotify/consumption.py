@@ -13,7 +13,7 @@ from typing import TypeAlias
 from .broker import Broker
 from .celery.worker import is_stopping
 from .claims import Outlook
-from .consumers import BUSY_AFTER, Consumer, Consumers, Watch, Watches, in_order
+from .consumers import Consumer, Consumers, Watch, Watches, in_order
 from .errors import DatabaseUnavailable, StatementFailed
 from .leases import Lease, Outcome
 from .live import LiveQueues
@@ -257,19 +257,20 @@ class Consumption:
         """Return in how many seconds to look again; None: only when woken."""
         if self._outage.lasts:
             return self._outage.wait()
-        times = []
-        for watch in self._watches.all():
-            if self._consumers.want_more(watch.queue):
-                times.append(max(watch.look_at, self._consumers.gather_until(watch.queue)))
-            elif watch.waits and watch.busy_since is not None:
-                times.append(max(watch.look_at, watch.busy_since + BUSY_AFTER))
+        if is_stopping():
+            return AGAIN_SOON
+        times = self._watches.next_looks(self._consumers)
         if any(consumer.credit().waits_for_slot for consumer in self._consumers.all()):
             times.append(monotonic() + AGAIN_SOON)
         return max(0.0, min(times) - monotonic()) if times else None
 
     def _note_busy(self, watch: Watch, now: float) -> None:
         if watch.busy(now):
-            watch.waits = False
+            self._listen()
+
+    def _look_later(self, watch: Watch, when: float) -> None:
+        """Nothing is to be had before `when`, or before publishers, once they know, tell of it."""
+        if watch.rest(when):
             self._listen()
 
     def _listen(self) -> None:
@@ -277,6 +278,9 @@ class Consumption:
             channels = self._watches.channels() | self._live.channels
             waiting = self._watches.channels(waiting=True)
             self._broker.listener.subscribe(self, channels, waiting)
+            if not self._watches:
+                # A signal handler has cancelled the last consumer meanwhile.
+                self._broker.listener.unsubscribe(self)
 
     def _fetch_somewhere(self, one_by_one: bool) -> bool:
         """Look at the queues that are due, in turn, until one gave something."""
@@ -304,7 +308,7 @@ class Consumption:
         try:
             return self._look(watch, taker, one_by_one)
         except StatementFailed as exc:
-            watch.look_at = monotonic() + self._broker.options.poll_every
+            self._look_later(watch, monotonic() + self._broker.options.poll_every)
             logger.error("claim.failed queue=%r tried again later: %s", watch.queue, exc)
             return False
 
@@ -339,19 +343,15 @@ class Consumption:
     def _plan(self, watch: Watch, now: float) -> None:
         """The queue is empty: find out when to look again although nobody announces anything."""
         watch.seen_empty = False
-        if not watch.waits:
-            # Looked at once more when publishers have been told.
-            watch.waits = True
-            self._listen()
         wait = self._broker.options.poll_every * random.uniform(1 - JITTER, 1)
         seconds = self._broker.store.next_look(watch.queue)
         if seconds is None or seconds > 0:
-            watch.look_at = monotonic() + (wait if seconds is None else min(wait, seconds))
+            self._look_later(watch, monotonic() + (wait if seconds is None else min(wait, seconds)))
             return
         # Due, or expired: take it now, or soon where somebody else is at it.
         watch.cursor.look_from_start()
         if not self._promote(watch, now):
-            watch.look_at = now + AGAIN_SOON
+            self._look_later(watch, now + AGAIN_SOON)
 
     def _claim(self, watch: Watch, taker: Consumer, limit: int) -> list[_Entry]:
         broker, started = self._broker, monotonic()
@@ -372,7 +372,7 @@ class Consumption:
             watch.promote_now = now >= watch.promote_at
             self._note_busy(watch, now)
         elif outlook is Outlook.UNSURE:
-            watch.look_at = watch.cursor.due_from_start()
+            self._look_later(watch, watch.cursor.due_from_start())
         else:
             # First hand over what came; then ask when to look again.
             watch.seen_empty, watch.busy_since = True, None

@@ -7,14 +7,13 @@ import logging
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import Any
 
 import psycopg
-from sqlalchemy import exc as sqlalchemy_errors
-from sqlalchemy.pool import PoolProxiedConnection, QueuePool
+from sqlalchemy import event, exc as sqlalchemy_errors
+from sqlalchemy.pool import QueuePool
 
 from . import schema, sql
 from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
@@ -66,6 +65,8 @@ SETTINGS = " ".join(
         "enable_bitmapscan=off",
         "enable_hashjoin=off",
         "enable_mergejoin=off",
+        # By which scans of small tables that have no index would seem to be worth compiling.
+        "jit=off",
     )
 )
 
@@ -131,9 +132,6 @@ class Database:
         self._losses = 0
         self._answered_at = 0.0  # monotonic
         self._pool = self._new_pool()
-        # What is idle stays lent by the pool, which thus only opens and counts: to go through it
-        # takes 60 us each time, half of what a round trip costs here.
-        self._idle: deque[PoolProxiedConnection] = deque()
 
     def acquire(self) -> None:
         """Count one more user and make sure the server and the schema can serve it.
@@ -171,7 +169,7 @@ class Database:
             self._users -= 1
             idle = self._users <= 0
         if idle:
-            self.close()
+            self._pool.dispose()
 
     def run(self, *calls: Call, hints: Sequence[Call] = ()) -> list[Rows]:
         """:meth:`Session.run` on a pooled session."""
@@ -201,37 +199,18 @@ class Database:
             DatabaseUnavailable, StatementFailed, ConfigurationError: see there.
         """
         with self.mapped_errors():
-            fairy = self._lend()
+            fairy = self._pool.connect()
             session: Session = fairy.dbapi_connection  # type: ignore[assignment]
             try:
                 yield session
             finally:
-                self._take_back(fairy, session)
-
-    def _lend(self) -> PoolProxiedConnection:
-        """Return an idle session, else one from the pool."""
-        while True:
-            try:
-                fairy = self._idle.pop()
-            except IndexError:
-                return self._pool.connect()
-            if not fairy.dbapi_connection.looks_stale():  # type: ignore[union-attr]
-                return fairy
-            self._losses += 1
-            _discard(fairy)
-
-    def _take_back(self, fairy: PoolProxiedConnection, session: Session) -> None:
-        if session.closed:
-            self._losses += 1
-            _discard(fairy)
-            return
-        with self._lock:
-            # Without users nobody is left who would close it later.
-            kept = self._users > 0 and len(self._idle) < self.options.pool_size
-            if kept:
-                self._idle.append(fairy)
-        if not kept:
-            _discard(fairy)
+                if session.closed:
+                    self._losses += 1
+                    fairy.invalidate()
+                elif self._users <= 0:
+                    # Nobody is left who would close it later.
+                    fairy.invalidate()
+                fairy.close()
 
     def open(self, target: Target | None = None) -> Session:
         """Open a connection outside the pool; the caller closes it.
@@ -247,11 +226,10 @@ class Database:
 
     def close(self) -> None:
         """Close every idle connection."""
-        while self._idle:
-            _discard(self._idle.pop())
+        self._pool.dispose()
 
     def _new_pool(self) -> QueuePool:
-        return QueuePool(
+        pool = QueuePool(
             lambda: self._connect(self.options.target),  # type: ignore[arg-type]
             pool_size=self.options.pool_size,
             max_overflow=OVERFLOW,
@@ -260,6 +238,14 @@ class Database:
             # A session is in autocommit: there is nothing to roll back.
             reset_on_return=None,
         )
+        event.listen(pool, "checkout", self._refuse_stale)
+        return pool
+
+    def _refuse_stale(self, session: Session, record: Any, proxy: Any) -> None:
+        """Pool hook: a session the server has closed meanwhile is replaced, not lent."""
+        if session.looks_stale():
+            self._losses += 1
+            raise sqlalchemy_errors.DisconnectionError
 
     def _connect(self, target: Target) -> Session:
         options = self.options
@@ -365,12 +351,6 @@ class Database:
         if not state or state.startswith(_RETRY_CLASSES) or state in _RETRY_CODES:
             return DatabaseUnavailable(f"{where} cannot serve us: {reason}")
         return StatementFailed(f"{where} refused a statement: {reason}")
-
-
-def _discard(fairy: PoolProxiedConnection) -> None:
-    """Close a connection and tell the pool that there is one less."""
-    fairy.invalidate()
-    fairy.close()
 
 
 def _refused(state: str, reason: str) -> bool:

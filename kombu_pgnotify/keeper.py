@@ -292,6 +292,8 @@ class LeaseKeeper:
                     self._unless_locked(lambda: self._aftermath.clear_up(self._known))
                 self._settle_overdue()
             except PgnotifyError as exc:
+                # From now on at the usual pace.
+                self._impatient = False
                 self._warn(exc)
             except IndexError:
                 # Somebody else has flushed what was seen first in the outbox.
@@ -329,8 +331,9 @@ class LeaseKeeper:
             pass
         if forsaken:
             logger.info("lease.forsaken released=%d", forsaken)
-        hurried, self._hurried = self._hurried, False
-        if hurried or forsaken:
+        if self._hurried or forsaken:
+            # Before the work: what is asked for meanwhile is another round's.
+            self._hurried = False
             self._unless_locked(self.flush)
 
     def _settle_overdue(self) -> None:
@@ -339,9 +342,10 @@ class LeaseKeeper:
         if self._outbox and monotonic() - self._outbox[0].since >= patience:
             self._unless_locked(self.flush)
         if self._impatient:
-            # In this order: what is noted now finds us either asking or still impatient.
+            # In this order: who notes something now sees that he must ask, or is seen here.
             self._impatient = False
-            self._impatient = bool(self._outbox)
+            if self._outbox:
+                self._impatient = True
 
     def _unless_locked(self, work: Callable[[], None]) -> None:
         """Do work that needs the lock; if somebody keeps it, the next round tries again."""

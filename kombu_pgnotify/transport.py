@@ -135,7 +135,10 @@ class Transport(virtual.Transport):
         """
         if self._link is not None and self._link.settles_soon():
             return
-        if self._drained_by == threading.get_ident() and self.consumption.waiting:
+        # Not by the property: a callback may close its connection, or fork, and then acknowledge.
+        consumption = self._consumption if self._pid == os.getpid() else None
+        drained = self._drained_by == threading.get_ident()
+        if drained and consumption is not None and consumption.waiting:
             keeper.settle_soon()
         else:
             flush(keeper)

@@ -24,6 +24,9 @@ Sql = Callable[..., list[tuple[Any, ...]]]
 
 QUEUE = "queue"
 
+#: Publishers, and consumers, of an example.
+MOST = 3
+
 PUBLISHER = ("commit", "tell")
 CONSUMER = ("wait", "look")
 #: From the start: waiting, then busy, then waiting once more.
@@ -73,6 +76,9 @@ class Consumer:
         return bool(heard)
 
 
+Crowd = tuple[list[Publisher], list[Consumer]]
+
+
 def interleavings(*scripts: tuple[str, ...]) -> Iterator[list[int]]:
     """Every order in which the steps of several can happen: of each step, whose it is."""
     steps = [number for number, script in enumerate(scripts) for _ in script]
@@ -96,6 +102,12 @@ def cast(broker: Broker, database: str) -> Iterator[Callable[..., Any]]:
     yield make
     for end in ends:
         end.close()
+
+
+@pytest.fixture
+def crowd(cast: Callable[..., Any]) -> Crowd:
+    """As many publishers and consumers as an example may need."""
+    return [cast(Publisher) for _ in range(MOST)], [cast(Consumer) for _ in range(MOST)]
 
 
 @pytest.mark.parametrize("script", [CONSUMER, RELAPSING], ids=["idle", "relapsing"])
@@ -158,11 +170,15 @@ def test_a_publisher_never_waits_for_somebody_elses_lock(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_publishers_and_consumers_at_random(cast: Any, sql: Sql, data: st.DataObject) -> None:
+def test_publishers_and_consumers_at_random(crowd: Crowd, sql: Sql, data: st.DataObject) -> None:
     """Whoever has looked after saying that it waits, sleeps; nothing may lie there untold."""
     sql("TRUNCATE pgnotify.tasks")
-    publishers = [cast(Publisher) for _ in range(data.draw(st.integers(1, 3)))]
-    consumers = [cast(Consumer) for _ in range(data.draw(st.integers(1, 3)))]
+    publishers = crowd[0][: data.draw(st.integers(1, MOST))]
+    consumers = crowd[1][: data.draw(st.integers(1, MOST))]
+    for consumer in crowd[1]:
+        consumer.got = 0
+        # What an earlier example has told must not help in this one.
+        consumer.ear.heard()
     relapses = data.draw(st.lists(st.booleans(), min_size=len(consumers), max_size=len(consumers)))
     plays = [(publisher, PUBLISHER) for publisher in publishers]
     plays += [

@@ -15,7 +15,7 @@ from helpers import wait_until
 from kombu import Connection, Message
 from kombu.asynchronous import Hub
 
-from kombu_pgnotify import consumers, consumption, eventloop, qos
+from kombu_pgnotify import claims, consumers, eventloop, qos
 from kombu_pgnotify.messages import channel_of, lock_of
 
 Connect = Callable[..., Connection]
@@ -122,6 +122,29 @@ def test_who_has_all_that_it_takes_is_told_of_nothing_more(
     ear.close()
 
 
+def test_after_a_backlog_the_next_message_is_told_although_looks_are_dear(
+    looped: Any,
+    inbox: Any,
+    send: Send,
+    queue: str,
+    drive: Drive,
+    hub: Hub,
+    waited_for: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumers, "BUSY_AFTER", 0.0)
+    # A short claim is then not believed, and the next look from the start far away.
+    monkeypatch.setattr(claims, "CHEAP", 0.0)
+    monkeypatch.setattr(claims, "COST_SHARE", 1_000_000)
+    connection = looped()
+    send(*range(40))
+    got = inbox(connection, queue, prefetch=10, on_message=lambda m: hub.call_soon(m.ack))
+    drive(lambda: len(got.messages) == 40)
+    drive(waited_for)
+    send("told")
+    drive(lambda: got.bodies[-1] == "told")
+
+
 def test_wake_ups_survive_any_change_between_busy_and_idle(
     looped: Any,
     inbox: Any,
@@ -133,7 +156,6 @@ def test_wake_ups_survive_any_change_between_busy_and_idle(
 ) -> None:
     """Publishers pause about as long as it takes to be taken for busy, or for idle."""
     monkeypatch.setattr(consumers, "BUSY_AFTER", 0.002)
-    monkeypatch.setattr(consumption, "BUSY_AFTER", 0.002)
     count = 150
     connection = looped()
     got = inbox(connection, queue, prefetch=2, on_message=lambda m: hub.call_soon(m.ack))

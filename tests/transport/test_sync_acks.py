@@ -11,6 +11,7 @@ import pytest
 from helpers import wait_until
 from kombu import Connection, Message
 
+from kombu_pgnotify import consumption as consumption_module
 from kombu_pgnotify.session import Call, Session
 
 Connect = Callable[..., Connection]
@@ -146,3 +147,59 @@ def test_closing_tells_what_was_left_before_it_returns(
     connection.close()
     # One acknowledged; three that were claimed and never delivered are given back.
     assert rows() == (3, 0, 0)
+
+
+def test_a_callback_may_close_its_connection_and_then_acknowledge(
+    connect: Connect, inbox: Any, send: Send, queue: str, wait_rows: Any
+) -> None:
+    send(*range(3))
+    connection = connect()
+
+    def work(message: Message) -> None:
+        connection.close()
+        message.ack()
+
+    inbox(connection, queue, prefetch=10, on_message=work)
+    connection.drain_events(timeout=20)
+    # Closing has given all three back.
+    wait_rows(3, 0)
+
+
+def test_an_outage_is_met_at_the_usual_pace(
+    proxied: Connect,
+    proxy: Any,
+    inbox: Any,
+    send: Send,
+    queue: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send(*range(3))
+    connection = proxied()
+    inbox(connection, queue, prefetch=10, on_message=Message.ack)
+    keeper = connection.transport.broker.keeper
+    tried: list[bool] = []
+    flush = keeper.flush
+
+    def trying() -> None:
+        tried.append(keeper._impatient)
+        flush()
+
+    monkeypatch.setattr(keeper, "flush", trying)
+    proxy.refuse()
+    connection.drain_events(timeout=20)
+    proxy.cut()
+    wait_until(lambda: len(tried) >= 3)
+    assert not any(tried[2:])
+
+
+def test_a_full_consumer_that_is_told_to_stop_does_not_spin(
+    connection: Connection, inbox: Any, send: Send, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(*range(3))
+    inbox(connection, queue, prefetch=1)
+    connection.drain_events(timeout=20)
+    consumption = connection.transport.consumption
+    assert not consumption.deliver_one(one_by_one=True)
+    monkeypatch.setattr(consumption_module, "is_stopping", lambda: True)
+    assert not consumption.deliver_one(one_by_one=True)
+    assert consumption.next_look() >= 0.01
