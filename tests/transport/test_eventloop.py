@@ -134,6 +134,7 @@ def test_after_a_backlog_the_next_message_is_told_although_looks_are_dear(
 ) -> None:
     monkeypatch.setattr(consumers, "BUSY_AFTER", 0.0)
     # A short claim is then not believed, and the next look from the start far away.
+    monkeypatch.setattr(claims, "SLACK", 0)
     monkeypatch.setattr(claims, "CHEAP", 0.0)
     monkeypatch.setattr(claims, "COST_SHARE", 1_000_000)
     connection = looped()
