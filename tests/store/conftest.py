@@ -65,7 +65,7 @@ def make_broker(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     for broker in brokers:
         close_broker(broker)
     # Tests may have closed it before: twice must not matter.
-    assert not our_threads(), "threads are left"
+    wait_until(lambda: not our_threads(), message="threads are left")
 
 
 @pytest.fixture(autouse=True)

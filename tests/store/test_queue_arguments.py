@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.errors import StatementFailed
-from kombu_pgnotify.messages import Claimed, Fence, Outgoing, channel_of
+from kombu_pgnotify.messages import Claimed, Fence, Outgoing, channel_of, lock_of
 from kombu_pgnotify.store import MessageStore
 from kombu_pgnotify.topology import Queue
 
@@ -444,7 +444,9 @@ def test_a_dead_letter_is_announced_once_and_after_the_commit(
 ) -> None:
     declare("queue", dead_letter_exchange="", dead_letter_routing_key="grave")
     with psycopg.connect(database, autocommit=True) as connection:
-        connection.execute(f'LISTEN "{channel_of("pgnotify", "grave")}"'.encode())
+        channel = channel_of("pgnotify", "grave")
+        connection.execute(f'LISTEN "{channel}"'.encode())
+        connection.execute("SELECT pg_advisory_lock_shared(%s)", (lock_of(channel),))
         for _ in range(7):
             store.publish("queue", Outgoing("{}", b""))
             store.dead_letter(fences(get("queue")), "rejected")
@@ -646,6 +648,7 @@ def test_each_queue_of_a_batch_is_announced_once(
         channels = {channel_of("pgnotify", name): name for name in ("queue", "other", "end")}
         for channel in channels:
             connection.execute(f'LISTEN "{channel}"'.encode())
+            connection.execute("SELECT pg_advisory_lock_shared(%s)", (lock_of(channel),))
         message = Outgoing("{}", b"")
         store.publish_batch([("", "queue", message), ("all", "", message), ("", "other", message)])
         store.publish("end", message)

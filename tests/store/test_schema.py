@@ -23,7 +23,7 @@ from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import Ranges
 from kombu_pgnotify.embedded import HOST, free_port
 from kombu_pgnotify.errors import ConfigurationError, DatabaseUnavailable
-from kombu_pgnotify.messages import Fence, Outgoing, channel_of
+from kombu_pgnotify.messages import Fence, Outgoing, channel_of, lock_of
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -191,7 +191,9 @@ def test_a_schema_may_have_any_name(
         psycopg.connect(database, autocommit=True) as listening,
         psycopg.connect(database, autocommit=True) as other,
     ):
-        listening.execute(pg.SQL("LISTEN {}").format(pg.Identifier(channel_of(name, "queue"))))
+        channel = channel_of(name, "queue")
+        listening.execute(pg.SQL("LISTEN {}").format(pg.Identifier(channel)))
+        listening.execute("SELECT pg_advisory_lock_shared(%s)", (lock_of(channel),))
 
         def heard() -> list[str]:
             return [notify.payload for notify in listening.notifies(timeout=5, stop_after=1)]

@@ -84,6 +84,14 @@ def waited_for(sql: Sql, queue: str) -> Callable[[], bool]:
     return run
 
 
+@pytest.fixture
+def ear(database: str, queue: str) -> Iterator[Ear]:
+    """Hears what is announced of this test's queue, and does not say that it waits."""
+    made = Ear(database, queue, waits=False)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_who_has_all_that_it_takes_is_told_of_nothing_more(
     looped: Any,
@@ -91,15 +99,14 @@ def test_who_has_all_that_it_takes_is_told_of_nothing_more(
     send: Send,
     queue: str,
     drive: Drive,
-    database: str,
+    ear: Ear,
     waited_for: Any,
     prefetch: int,
 ) -> None:
-    ear = Ear(database, queue, waits=False)
     connection = looped()
     got = inbox(connection, queue, prefetch=prefetch)
     drive(lambda: settled_down(connection, queue))
-    assert waited_for()
+    drive(waited_for)
     send(*range(prefetch))
     drive(lambda: len(got.messages) == prefetch)
     assert ear.heard()
@@ -119,7 +126,6 @@ def test_who_has_all_that_it_takes_is_told_of_nothing_more(
     send("told")
     assert ear.heard() == [(queue, "published")]
     drive(lambda: got.bodies[-1] == "told")
-    ear.close()
 
 
 def test_after_a_backlog_the_next_message_is_told_although_looks_are_dear(
