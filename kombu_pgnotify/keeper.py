@@ -300,6 +300,7 @@ class LeaseKeeper:
                 pass
             except Exception:
                 # Every lease of the process depends on this thread.
+                self._impatient = False
                 logger.exception("keeper.failed")
             idle = 0 if self._leases or self._outbox else idle + 1
             if idle > IDLE_ROUNDS and self._end():

@@ -502,8 +502,9 @@ SELECT count(*) FROM purged;
 
 -- name: listening
 -- Lists the channels this session listens on and counts its locks (see announce_published), to check
--- that they are in force, and tells whether the server is read-only now: then nobody notifies there any more.  Looking at the notify
--- queue is what frees it: once it has been full nothing else does, although all have read it.
+-- that they are in force, and tells whether the server is read-only now: then nobody notifies there
+-- any more.  Looking at the notify queue is what frees it: once it has been full nothing else does,
+-- although all have read it.
 SELECT coalesce(pg_catalog.array_to_string(ARRAY(SELECT pg_listening_channels()), ' '), ''),
        (SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'),
        current_setting('transaction_read_only')::boolean, pg_notification_queue_usage();
