@@ -54,9 +54,13 @@ class Aftermath:
         self._forget_written()
         return self._again([lease for lease in leases if lease.fence.task_id not in settled])
 
-    def claim_failed(self, queue: str) -> None:
-        """The answer to a claim never came."""
+    def claim_sent(self, queue: str) -> None:
+        """Should the answer never come, there may be messages of ours that we do not know."""
         self._claimed_from.add(queue)
+
+    def claim_answered(self, queue: str) -> None:
+        """It has come, and what was claimed is known."""
+        self._claimed_from.discard(queue)
 
     @property
     def pending(self) -> bool:
@@ -64,7 +68,7 @@ class Aftermath:
         return bool(self._claimed_from or self._acknowledged)
 
     def clear_up(self, known: Callable[[], Iterable[int]]) -> None:
-        """Acknowledge again, and release what we hold without knowing.
+        """Acknowledge again, and release what we hold without knowing; no claim is under way.
 
         Arguments:
             known: returns the ids of the messages that this process knows to hold.

@@ -145,11 +145,8 @@ class Channel(RoutingChannel):
             if no_ack:
                 rows = broker.store.take(name, everything, 1)
             else:
-                rows, leases = broker.keeper.claim(
-                    name,
-                    lambda run: broker.store.claim(name, everything, 1, broker.worker, run),
-                    monotonic(),
-                )
+                claiming = broker.store.claiming(name, everything, 1, broker.worker)
+                rows, leases = broker.keeper.claim(name, claiming, monotonic())
             if not rows:
                 raise Empty
             row, lease = rows[0], leases[0] if leases else None

@@ -23,6 +23,11 @@ class Credit(Protocol):
 
     def can_consume_max_estimate(self) -> int | None: ...
 
+    def room_ahead(self, waiting: int, most: int) -> int: ...
+
+    @property
+    def idle(self) -> bool: ...
+
     @property
     def waits_for_slot(self) -> bool: ...
 
@@ -58,7 +63,7 @@ class Consumers:
 
     def __init__(self) -> None:
         self._of: dict[str, list[Consumer]] = {}
-        self._turn = itertools.count()
+        self._turn = 0
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -89,12 +94,15 @@ class Consumers:
         consumers = [c for c in self._of.get(queue, ()) if c.credit().can_consume()]
         return min((consumer.credit().gathers_until for consumer in consumers), default=0.0)
 
+    def took(self) -> None:
+        """One has got something; now it is another one's turn."""
+        self._turn += 1
+
     def taker(self, queue: str) -> Consumer | None:
-        """Return a consumer of `queue` that takes more, each getting its turn."""
+        """Return a consumer of `queue` that takes more, whose turn it is."""
         consumers = self._of.get(queue, [])
-        start = next(self._turn)
         for n in range(len(consumers)):
-            consumer = consumers[(start + n) % len(consumers)]
+            consumer = consumers[(self._turn + n) % len(consumers)]
             if consumer.active and consumer.credit().can_consume():
                 return consumer
         return None

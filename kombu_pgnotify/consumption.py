@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import random
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import TypeAlias
 
 from .broker import Broker
 from .celery.worker import is_stopping
-from .claims import Outlook
+from .claiming import Claim
 from .consumers import Consumer, Consumers, Watch, Watches, in_order
-from .errors import DatabaseUnavailable, StatementFailed
+from .errors import DatabaseUnavailable
+from .fetching import AGAIN_SOON, Entry, Fetcher
 from .leases import Lease, Outcome
 from .live import LiveQueues
-from .messages import RELEASED, Claimed, channel_of
+from .messages import RELEASED, channel_of
 from .outage import Outage
-from .qos import discarded, flush
 from .topology import BOUND
-
-logger = logging.getLogger(__name__)
-
-#: Seconds between two checks of a busy queue for held messages that have become due.
-PROMOTE_EVERY = 1.0
-
-#: Seconds to wait when the database said that something is there and it could not be got, and
-#: for a process of the worker's to be free.
-AGAIN_SOON = 0.05
 
 #: Messages that were told directly (control commands, events) and go before others, since a
 #: command given before a task is to be obeyed before it; then the others get a turn.
 LIVE_IN_A_ROW = 16
-
-#: Share by which polls are spread, so that workers started together do not poll together.
-JITTER = 0.2
-
-#: A message, whom it goes to, and its lease (None: it is gone from the table).
-_Entry: TypeAlias = tuple[Consumer, Claimed, Lease | None]
 
 
 class Consumption:
@@ -58,7 +40,7 @@ class Consumption:
         self._wake = wake
         self._consumers = Consumers()
         self._watches = Watches()
-        self._buffer: deque[_Entry] = deque()
+        self._buffer: deque[Entry] = deque()
         self._live = LiveQueues(
             broker.topology,
             broker.store,
@@ -71,6 +53,7 @@ class Consumption:
         self._blocked = False
         #: A claim waits for more credit, and so may acknowledgements.
         self.gathering = False
+        self._fetcher = Fetcher(broker, wake, self._listen)
         self._losses = broker.losses
         self._outage = Outage(broker.options.outage_tolerance)
 
@@ -94,7 +77,7 @@ class Consumption:
         if consumer.no_ack and options.notify and options.live_queues:
             self._live.add(queue)
         consumer.declaration = self._broker.housekeeper.use(queue)
-        self._watches[queue].look_at = 0.0
+        self._watches.announced([self._watches[queue].channel], from_start=False)
         self._wake()
 
     def cancel(self, consumer: Consumer) -> None:
@@ -110,11 +93,14 @@ class Consumption:
             if not self._watches:
                 self._broker.listener.unsubscribe(self)
         self._release_undelivered()
+        if self._fetcher.under_way:
+            self._broker.keeper.hurry()
 
     def close(self) -> None:
         """Forget all consumers; what was claimed and not delivered is released."""
         for consumer in self._consumers.all():
             self.cancel(consumer)
+        self._fetcher.abandon()
         self._broker.interrupted.discard(self)
         self._broker.listener.unsubscribe(self)
 
@@ -182,7 +168,7 @@ class Consumption:
         consumer.deliver(row, lease)
         return True
 
-    def _next(self, one_by_one: bool) -> _Entry | None:
+    def _next(self, one_by_one: bool) -> Entry | None:
         """Return what to deliver next, None if there is nothing now."""
         if not self._outage.lasts:
             return self._find(one_by_one)
@@ -196,25 +182,29 @@ class Consumption:
         self._broker.interrupted.discard(self)
         return entry
 
-    def _find(self, one_by_one: bool) -> _Entry | None:
+    def _find(self, one_by_one: bool) -> Entry | None:
         """Return the next message that was told, claimed before, or can be claimed now."""
-        self._watches.absorb()
+        self._collect(wait=False)
         if self._live:
             for queue in self._live.tend():
                 if (watch := self._watches.get(queue)) is not None:
                     # What was published before is in rows.
-                    watch.look_at = 0.0
+                    self._watches.announced([watch.channel], from_start=False)
+                    self._absorb()
             if self._live_in_a_row < LIVE_IN_A_ROW and (entry := self._next_live(one_by_one)):
                 self._live_in_a_row += 1
                 return entry
             self._live_in_a_row = 0
         while True:
+            self._collect(wait=one_by_one and not self._buffer)
+            if self._buffer:
+                self._fetch_ahead(one_by_one)
             if (entry := self._next_deliverable()) is not None:
                 return entry
-            if is_stopping() or not self._fetch_somewhere(one_by_one):
+            if self._fetcher.under_way or is_stopping() or not self._fetch_somewhere(one_by_one):
                 return self._next_live(one_by_one) if self._live else None
 
-    def _next_live(self, one_by_one: bool) -> _Entry | None:
+    def _next_live(self, one_by_one: bool) -> Entry | None:
         """Return a message that an exchange has told us, if there is one.
 
         Rows of the same queue come first: they were published before.
@@ -225,13 +215,17 @@ class Consumption:
                 continue
             if any(consumer.queue == queue for consumer, _, _ in list(self._buffer)):
                 continue
-            if watch.look_at <= monotonic() and self._look_safely(watch, taker, one_by_one):
-                continue
+            if watch.look_at <= monotonic():
+                if self._fetcher.under_way and not taker.no_ack:
+                    continue
+                if self._fetch(watch, taker, one_by_one):
+                    continue
             if (row := self._live.next(queue)) is not None:
+                self._consumers.took()
                 return taker, row, None
         return None
 
-    def _next_deliverable(self) -> _Entry | None:
+    def _next_deliverable(self) -> Entry | None:
         """Return the next claimed message that is still ours, for a consumer still there."""
         while (entry := self._next_waiting()) is not None:
             consumer, _, lease = entry
@@ -242,7 +236,7 @@ class Consumption:
             self._give_back(lease)
         return None
 
-    def _next_waiting(self) -> _Entry | None:
+    def _next_waiting(self) -> Entry | None:
         try:
             return self._buffer.popleft()
         except IndexError:
@@ -253,25 +247,23 @@ class Consumption:
         """True if a message waits for delivery, with nothing left to be claimed."""
         return bool(self._buffer or self._live.with_mail())
 
+    @property
+    def claim(self) -> Claim | None:
+        """The claim that is under way."""
+        return self._fetcher.under_way
+
     def next_look(self) -> float | None:
         """Return in how many seconds to look again; None: only when woken."""
         if self._outage.lasts:
             return self._outage.wait()
         if is_stopping():
             return AGAIN_SOON
+        if (claim := self._fetcher.under_way) is not None:
+            return claim.patience
         times = self._watches.next_looks(self._consumers)
         if any(consumer.credit().waits_for_slot for consumer in self._consumers.all()):
             times.append(monotonic() + AGAIN_SOON)
         return max(0.0, min(times) - monotonic()) if times else None
-
-    def _note_busy(self, watch: Watch, now: float) -> None:
-        if watch.busy(now):
-            self._listen()
-
-    def _look_later(self, watch: Watch, when: float) -> None:
-        """Nothing is to be had before `when`, or before publishers, once they know, tell of it."""
-        if watch.rest(when):
-            self._listen()
 
     def _listen(self) -> None:
         if self._broker.options.notify:
@@ -297,30 +289,16 @@ class Consumption:
             taker = self._consumers.taker(watch.queue)
             if taker is None:
                 blocked = True
-                self._note_busy(watch, now)
-            elif self._look_safely(watch, taker, one_by_one):
+                self._fetcher.note_busy(watch, now)
+            elif self._fetch(watch, taker, one_by_one):
                 return True
+            elif self._fetcher.under_way:
+                break
         self._blocked = blocked
         return False
 
-    def _look_safely(self, watch: Watch, taker: Consumer, one_by_one: bool) -> bool:
-        """Look; what one queue's rows make the server refuse must not end the others' worker."""
-        try:
-            return self._look(watch, taker, one_by_one)
-        except StatementFailed as exc:
-            self._look_later(watch, monotonic() + self._broker.options.poll_every)
-            logger.error("claim.failed queue=%r tried again later: %s", watch.queue, exc)
-            return False
-
-    def _look(self, watch: Watch, taker: Consumer, one_by_one: bool) -> bool:
-        """Claim from one queue for `taker`; True if something came."""
-        now = monotonic()
-        if watch.seen_empty:
-            self._plan(watch, now)
-            if watch.look_at > now:
-                return False
-        elif watch.promote_now:
-            self._promote(watch, now)
+    def _fetch(self, watch: Watch, taker: Consumer, one_by_one: bool) -> bool:
+        """Look at one queue for `taker`; True if something came."""
         limit = self._broker.options.max_batch
         credit = taker.credit().can_consume_max_estimate()
         if credit is not None:
@@ -328,62 +306,39 @@ class Consumption:
         if one_by_one and (taker.no_ack or credit is None):
             # Who sets no limit may take one message and stop: hoard nothing for it.
             limit = 1
-        rows = self._claim(watch, taker, limit)
-        self._buffer.extend(rows)
-        return bool(rows)
+        self._consumers.took()
+        self._buffer.extend(self._fetcher.look(watch, taker, limit))
+        if one_by_one or taker.credit().idle:
+            # There is nothing else to do.
+            self._collect(wait=True)
+        return bool(self._buffer)
 
-    def _promote(self, watch: Watch, now: float) -> bool:
-        """Make held messages ready whose time has come; True if there were any."""
-        watch.promote_now, watch.promote_at = False, now + PROMOTE_EVERY
-        promoted = self._broker.store.promote(watch.queue)
-        if promoted:
-            watch.cursor.look_from_start()
-        return bool(promoted)
+    def _collect(self, *, wait: bool) -> None:
+        """Take in what the claim under way has brought, and then what was announced meanwhile."""
+        self._buffer.extend(self._fetcher.collect(wait=wait))
+        self._absorb()
 
-    def _plan(self, watch: Watch, now: float) -> None:
-        """The queue is empty: find out when to look again although nobody announces anything."""
-        watch.seen_empty = False
-        wait = self._broker.options.poll_every * random.uniform(1 - JITTER, 1)
-        seconds = self._broker.store.next_look(watch.queue)
-        if seconds is None or seconds > 0:
-            self._look_later(watch, monotonic() + (wait if seconds is None else min(wait, seconds)))
+    def _absorb(self) -> None:
+        # Not while a claim is under way: it may have looked before, and find the queue empty.
+        if not self._fetcher.under_way:
+            self._watches.absorb()
+
+    def _fetch_ahead(self, one_by_one: bool) -> None:
+        """Claim more before the last message has been handed over: the server works meanwhile."""
+        if self._fetcher.under_way or is_stopping():
             return
-        # Due, or expired: take it now, or soon where somebody else is at it.
-        watch.cursor.look_from_start()
-        if not self._promote(watch, now):
-            self._look_later(watch, now + AGAIN_SOON)
-
-    def _claim(self, watch: Watch, taker: Consumer, limit: int) -> list[_Entry]:
-        broker, started = self._broker, monotonic()
-        ranges, store = watch.cursor.next_ranges(started), broker.store
-        leases: list[Lease] = []
-        if taker.no_ack:
-            rows = store.take(watch.queue, ranges, limit, broker.keeper.run_with_acks)
-        else:
-            rows, leases = broker.keeper.claim(
-                watch.queue,
-                lambda run: store.claim(watch.queue, ranges, limit, broker.worker, run),
-                started,
-            )
-        now = monotonic()
-        outlook = watch.cursor.claimed([(r.rank, r.task_id) for r in rows], limit, started, now)
-        if outlook is Outlook.MORE:
-            # A queue that is never empty still has to let due messages in.
-            watch.promote_now = now >= watch.promote_at
-            self._note_busy(watch, now)
-        elif outlook is Outlook.UNSURE:
-            self._look_later(watch, watch.cursor.due_from_start())
-        else:
-            # First hand over what came; then ask when to look again.
-            watch.seen_empty, watch.busy_since = True, None
-        fit = [
-            (taker, row, lease)
-            for row, lease in itertools.zip_longest(rows, leases)
-            if not discarded(broker.keeper, row, lease, broker.options.max_attempts)
-        ]
-        if len(fit) < len(rows):
-            flush(broker.keeper)
-        return fit
+        now, waiting, most = monotonic(), len(self._buffer), self._broker.options.max_batch
+        for watch in self._watches.all():
+            if watch.look_at > now or watch.seen_empty or watch.promote_now:
+                continue
+            taker = self._consumers.taker(watch.queue)
+            if taker is None or taker.no_ack:
+                continue
+            room = taker.credit().room_ahead(waiting, 0 if one_by_one else most)
+            if room > 0:
+                self._consumers.took()
+                self._fetcher.look(watch, taker, min(room, most))
+                return
 
     def _give_back(self, lease: Lease | None) -> None:
         if lease is not None:

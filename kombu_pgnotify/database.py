@@ -7,28 +7,23 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any
 
 import psycopg
-from sqlalchemy import event, exc as sqlalchemy_errors
-from sqlalchemy.pool import QueuePool
+from sqlalchemy import exc as sqlalchemy_errors
 
 from . import schema, sql
 from .errors import ConfigurationError, DatabaseUnavailable, PgnotifyError, StatementFailed
+from .flight import Flight
 from .options import Options
-from .session import Call, Rows, Session
+from .pool import OVERFLOW, POOL_PATIENCE, Loan, Pool
+from .session import Call, Session
 from .urls import Target
+from .wire import Rows
 
 logger = logging.getLogger(__name__)
-
-#: Connections a process may open beyond `pool_size` while all are in use: as many
-#: as kombu lets publish at once (broker_pool_limit).
-OVERFLOW = 10
-
-#: Seconds to wait for one of them.
-POOL_PATIENCE = 10.0
 
 #: Seconds that a server is away at the least when it restarts: one that answered so recently
 #: has not.
@@ -129,9 +124,12 @@ class Database:
         self._verified = False
         self._reached = False
         self._served = False
-        self._losses = 0
         self._answered_at = 0.0  # monotonic
-        self._pool = self._new_pool()
+        self._pool = Pool(
+            lambda: self._connect(self.options.target),
+            options.pool_size,
+            in_use=lambda: self._users > 0,
+        )
 
     def acquire(self) -> None:
         """Count one more user and make sure the server and the schema can serve it.
@@ -169,15 +167,43 @@ class Database:
             self._users -= 1
             idle = self._users <= 0
         if idle:
-            self._pool.dispose()
+            self._pool.close()
 
     def run(self, *calls: Call, hints: Sequence[Call] = ()) -> list[Rows]:
         """:meth:`Session.run` on a pooled session."""
         with self.session() as session:
             rows = session.run(*calls, hints=hints)
+        self._note_answer()
+        return rows
+
+    def start(self, *calls: Call, landed: Callable[[], None]) -> Flight:
+        """Send calls, one transaction, and do not wait for the answer.
+
+        Whoever needs a session meanwhile waits for it first, rather than open another connection.
+
+        Arguments:
+            landed: called when somebody else has read the answer, see :meth:`Flight.expect`.
+        """
+        with self.mapped_errors():
+            loan = self._pool.lend()
+            try:
+                loan.session.send(*calls)
+            except BaseException:
+                self._pool.take_back(loan)
+                raise
+        flight = Flight(loan.session, self.mapped_errors, lambda: self._give_back(loan), landed)
+        self._pool.flight = flight
+        return flight
+
+    def _give_back(self, loan: Loan) -> None:
+        self._pool.flight = None
+        if not loan.session.closed:
+            self._note_answer()
+        self._pool.take_back(loan)
+
+    def _note_answer(self) -> None:
         self._served = True
         self._answered_at = monotonic()
-        return rows
 
     def losses(self) -> int:
         """Return how many connections were lost so far, one that was just found lost included.
@@ -189,7 +215,7 @@ class Database:
             with self.session():
                 # Lending one looks whether it is still there.
                 pass
-        return self._losses
+        return self._pool.losses
 
     @contextlib.contextmanager
     def session(self) -> Iterator[Session]:
@@ -199,18 +225,11 @@ class Database:
             DatabaseUnavailable, StatementFailed, ConfigurationError: see there.
         """
         with self.mapped_errors():
-            fairy = self._pool.connect()
-            session: Session = fairy.dbapi_connection  # type: ignore[assignment]
+            loan = self._pool.lend()
             try:
-                yield session
+                yield loan.session
             finally:
-                if session.closed:
-                    self._losses += 1
-                    fairy.invalidate()
-                elif self._users <= 0:
-                    # Nobody is left who would close it later.
-                    fairy.invalidate()
-                fairy.close()
+                self._pool.take_back(loan)
 
     def open(self, target: Target | None = None) -> Session:
         """Open a connection outside the pool; the caller closes it.
@@ -226,26 +245,7 @@ class Database:
 
     def close(self) -> None:
         """Close every idle connection."""
-        self._pool.dispose()
-
-    def _new_pool(self) -> QueuePool:
-        pool = QueuePool(
-            lambda: self._connect(self.options.target),  # type: ignore[arg-type]
-            pool_size=self.options.pool_size,
-            max_overflow=OVERFLOW,
-            timeout=POOL_PATIENCE,
-            use_lifo=True,
-            # A session is in autocommit: there is nothing to roll back.
-            reset_on_return=None,
-        )
-        event.listen(pool, "checkout", self._refuse_stale)
-        return pool
-
-    def _refuse_stale(self, session: Session, record: Any, proxy: Any) -> None:
-        """Pool hook: a session the server has closed meanwhile is replaced, not lent."""
-        if session.looks_stale():
-            self._losses += 1
-            raise sqlalchemy_errors.DisconnectionError
+        self._pool.close()
 
     def _connect(self, target: Target) -> Session:
         options = self.options

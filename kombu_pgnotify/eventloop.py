@@ -8,6 +8,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from .claiming import Claim
 from .consumption import Consumption
 from .keeper import LeaseKeeper
 from .qos import flush
@@ -51,6 +52,8 @@ class HubLink:
         self._thread: int | None = None
         self._slow = False
         self._breathers = 0
+        # The claim whose answer the hub waits for.
+        self._watched: Claim | None = None
         self._timer: Any = None
         self._timer_due = 0.0
         loop.on_tick.add(self.tick)
@@ -92,10 +95,11 @@ class HubLink:
             # What has been claimed already needs no claim.
             self._breathers = 0 if self._consumption.waiting else BREATHERS
         else:
-            if not self._consumption.gathering:
+            if not self._consumption.gathering and self._consumption.claim is None:
                 # What no claim took along.
                 self._flush()
             self._plan_next_look()
+        self._watch_claim()
 
     def _flush(self) -> None:
         # While the server is away the keeper's thread goes on trying, and blocks no loop.
@@ -114,15 +118,36 @@ class HubLink:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        fd = self._waker.fileno()
-        if self._is_ours(self._loop.readers.get(fd)):
-            self._loop.remove_reader(fd)
+        self._forget_claim(unless=None)
+        self._watched = None
+        self._forget(self._waker.fileno())
 
     def _watch_waker(self) -> None:
         """Put the waker into the poller; a reset hub has forgotten it."""
         fd = self._waker.fileno()
         if not self._is_ours(self._loop.readers.get(fd)):
             self._loop.add_reader(fd, self._woken)
+
+    def _watch_claim(self) -> None:
+        """Have the hub wake up when the claim under way is answered."""
+        claim = self._consumption.claim
+        if claim is self._watched:
+            return
+        self._forget_claim(unless=claim)
+        self._watched = claim
+        if claim is not None:
+            # Again even on the same socket: it may be another one of the same number.
+            self._loop.add_reader(claim.fileno(), self._woken)
+
+    def _forget_claim(self, unless: Claim | None) -> None:
+        if self._watched is not None:
+            fd = self._watched.fileno()
+            if unless is None or unless.fileno() != fd:
+                self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        if self._is_ours(self._loop.readers.get(fd)):
+            self._loop.remove_reader(fd)
 
     def _is_ours(self, entry: tuple[Callable[..., Any], Any] | None) -> bool:
         # File descriptors are reused: one of the same number may be somebody else's.

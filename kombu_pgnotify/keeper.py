@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 
 from .aftermath import Aftermath
+from .claiming import Claim, Claims
 from .errors import PgnotifyError
-from .leases import Lease, Outcome, Settlement, log_lost
+from .leases import Lease, Outbox, Outcome, Settlement, log_lost
 from .messages import Claimed, Fence
-from .session import Call, Rows
+from .session import Call
 from .settling import Kinds, Teller, report_missed
-from .store import MessageStore, Run
+from .store import MessageStore
 from .waker import Inbox
+from .wire import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class LeaseKeeper:
         self._round = min(ROUND, visibility_timeout / 6)
         self._pid = os.getpid()
         self._leases: dict[Fence, Lease] = {}
-        self._outbox: deque[Settlement] = deque()
+        self._outbox = Outbox()
+        self._claims = Claims(store, self._aftermath, self._leases, self._outbox, self)
         self._inbox: Inbox[Lease | None] = Inbox()
         # Whether the thread is to settle now, or within ACK_PATIENCE.
         self._hurried = False
@@ -82,63 +85,65 @@ class LeaseKeeper:
         self._warned_at = float("-inf")
 
     def claim(
-        self, queue_name: str, claim: Callable[[Run], list[Claimed]], asked_at: float
+        self, queue_name: str, call: Call, asked_at: float
     ) -> tuple[list[Claimed], list[Lease]]:
-        """Carry out a claim, with the acknowledgements noted so far, and hold what it gets.
+        """:meth:`start_claim` and :meth:`collect` at once."""
+        return self.collect(self.start_claim(queue_name, call, asked_at))
 
-        What we have, or had, already is among what it returns, so that the caller sees how much
-        there was, but under a lease that we do not hold (:meth:`holds`): not to be delivered.
+    def start_claim(
+        self,
+        queue_name: str,
+        call: Call,
+        asked_at: float,
+        wanted: Callable[[], bool] = lambda: True,
+        landed: Callable[[], None] = lambda: None,
+    ) -> Claim:
+        """Send a claim, with the acknowledgements noted so far.
+
+        The thread sees to it that what it brings is renewed, and given back if nobody is left to
+        collect it.
 
         Arguments:
-            claim: given what runs its statement, returns the rows.
+            call: the claim.
             asked_at: monotonic time.
+            wanted: returns False once nobody will collect it.
+            landed: called when somebody else than :meth:`collect` has read the answer.
+
+        Raises:
+            PgnotifyError: the server cannot be had.
+        """
+        with self._locked():
+            self._claims.note_all()
+            self._aftermath.clear_up(self._known)
+            acks = self._outbox.take_acks()
+            self._aftermath.claim_sent(queue_name)
+            try:
+                fences = [item.lease.fence for item in acks]
+                flight = self._store.start_with_acks(fences, self._worker, call, landed)
+            except BaseException:
+                self._outbox.put_back(acks)
+                raise
+            claim = self._claims.add(Claim(queue_name, asked_at, acks, flight, wanted))
+        with self._thread_lock:
+            self._start()
+        return claim
+
+    def collect(self, claim: Claim) -> tuple[list[Claimed], list[Lease]]:
+        """Return what a claim has brought, waiting for it, under leases that we hold.
+
+        What we have, or had, already is among it, so that the caller sees how much there was, but
+        under a lease that we do not hold (:meth:`holds`): not to be delivered.
 
         Raises:
             PgnotifyError: what was leased all the same is released when the server is back.
         """
-        with self._flush_lock:
-            # Under the lock, so that what is leased and what is known never differ for others.
-            try:
-                rows = claim(self.run_with_acks)
-            except BaseException:
-                self._aftermath.claim_failed(queue_name)
-                raise
-            had = self._had_before(rows, asked_at)
-            ours = iter(self.hold(queue_name, [r for r in rows if r.task_id not in had], asked_at))
-            return rows, [
-                Lease(row, queue_name, asked_at) if row.task_id in had else next(ours)
-                for row in rows
-            ]
-
-    def _had_before(self, rows: list[Claimed], asked_at: float) -> set[int]:
-        """Return the ids of those deliveries that were ours already, since these are theirs.
-
-        A claim does not wait for the disk: a server that has crashed may have forgotten it, and
-        gives us the same delivery once more.  A later one would have another number.
-        """
-        known = {lease.fence: lease for lease in self._aftermath.latest}
-        for row in rows:
-            if (lease := self._leases.get(Fence(row.task_id, row.delivery))) is not None:
-                known[lease.fence] = lease
-        # In this order: what is settled meanwhile moves from there to here.
-        noted = list(self._outbox)
-        known.update((item.lease.fence, item.lease) for item in noted)
-        had = set()
-        for row in rows:
-            if (lease := known.get(Fence(row.task_id, row.delivery))) is None:
-                continue
-            if lease.published == row.published:
-                lease.renewed_at = asked_at
-                had.add(row.task_id)
-                continue
-            # Another message under the same number: that one is gone, and must not settle this.
-            self._leases.pop(lease.fence, None)
-            for item in (item for item in noted if item.lease is lease):
-                self._outbox.remove(item)
-            log_lost(lease, "the server has lost it, and given its number to another message")
-        if had:
-            logger.warning("claim.repeated the server had forgotten count=%d", len(had))
-        return had
+        claim.flight.expect()
+        with self._locked():
+            self._claims.note_all()
+            self._claims.discard(claim)
+        if claim.error is not None:
+            raise claim.error
+        return claim.rows, claim.leases
 
     def hold(self, queue_name: str, rows: Iterable[Claimed], leased_at: float) -> list[Lease]:
         """Take responsibility for rows just claimed (asked for at monotonic `leased_at`)."""
@@ -198,18 +203,14 @@ class LeaseKeeper:
         Raises:
             PgnotifyError: the rest stays noted, and the thread tries again.
         """
-        me = threading.get_ident()
-        if self._flushing == me:
+        if self._flushing == threading.get_ident():
             return
-        with self._flush_lock:
-            self._flushing = me
-            try:
-                if self._outbox:
-                    self._aftermath.clear_up(self._known)
-                while self._outbox:
-                    self._settle_batch()
-            finally:
-                self._flushing = None
+        with self._locked():
+            self._claims.note_all()
+            if self._outbox:
+                self._aftermath.clear_up(self._known)
+            while self._outbox:
+                self._settle_batch()
 
     def run_with_acks(self, call: Call) -> Rows:
         """Run `call` in one transaction with the acknowledgements noted so far.
@@ -217,23 +218,29 @@ class LeaseKeeper:
         Raises:
             PgnotifyError: the acknowledgements stay noted.
         """
-        items: list[Settlement] = []
-        with self._flush_lock:
-            before, self._flushing = self._flushing, threading.get_ident()
+        with self._locked():
+            self._claims.note_all()
+            self._aftermath.clear_up(self._known)
+            items = self._outbox.take_acks()
             try:
-                self._aftermath.clear_up(self._known)
-                while self._outbox and self._outbox[0].outcome is Outcome.ACKNOWLEDGED:
-                    items.append(self._outbox.popleft())
                 fences = [item.lease.fence for item in items]
                 settled, rows = self._store.run_with_acks(fences, self._worker, call)
                 settled |= self._aftermath.acknowledged([item.lease for item in items], settled)
             except BaseException:
-                self._outbox.extendleft(item.in_doubt() for item in reversed(items))
+                self._outbox.put_back(items)
                 raise
-            finally:
-                self._flushing = before
         report_missed(items, settled)
         return rows
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Take the lock, and say so to signal handlers that interrupt this thread."""
+        with self._flush_lock:
+            before, self._flushing = self._flushing, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._flushing = before
 
     @property
     def noted(self) -> bool:
@@ -244,7 +251,7 @@ class LeaseKeeper:
     def pending(self) -> bool:
         """True if something waits to be settled or is just being settled."""
         # In this order: a failed settlement is noted again before it says that it has ended.
-        return self._flushing is not None or bool(self._outbox)
+        return self._flushing is not None or bool(self._claims) or bool(self._outbox)
 
     @property
     def held(self) -> int:
@@ -253,6 +260,8 @@ class LeaseKeeper:
 
     def release_all(self) -> None:
         """Give everything back; for the end of the process."""
+        with self._locked():
+            self._claims.note_all()
         for lease in list(self._leases.values()):
             self.settle(lease, Outcome.RELEASED)
         self.flush()
@@ -273,7 +282,7 @@ class LeaseKeeper:
         try:
             self._teller.tell_all(kinds)
         finally:
-            self._outbox.extendleft(item.in_doubt() for rest in kinds.values() for item in rest)
+            self._outbox.put_back(item for rest in kinds.values() for item in rest)
 
     def _start(self) -> None:
         """Start the thread if it is not running; the caller holds the lock."""
@@ -288,8 +297,8 @@ class LeaseKeeper:
             try:
                 self._listen_inside()
                 self._renew_due(monotonic())
-                if self._leases and self._aftermath.pending:
-                    self._unless_locked(lambda: self._aftermath.clear_up(self._known))
+                if self._claims or (self._leases and self._aftermath.pending):
+                    self._unless_locked(self._clear_up)
                 self._settle_overdue()
             except PgnotifyError as exc:
                 # From now on at the usual pace.
@@ -302,7 +311,7 @@ class LeaseKeeper:
                 # Every lease of the process depends on this thread.
                 self._impatient = False
                 logger.exception("keeper.failed")
-            idle = 0 if self._leases or self._outbox else idle + 1
+            idle = 0 if self._leases or self._outbox or self._claims else idle + 1
             if idle > IDLE_ROUNDS and self._end():
                 return
 
@@ -311,7 +320,8 @@ class LeaseKeeper:
         with self._thread_lock:
             # The outbox twice: a flush at work has emptied it and may fill it again, before it
             # says that it has ended.
-            flushing = self._leases or self._outbox or self._flushing is not None
+            busy = self._leases or self._claims or self._flushing is not None
+            flushing = self._outbox or busy
             if flushing or self._outbox or not self._inbox.empty():
                 return False
             self._thread = None
@@ -336,6 +346,11 @@ class LeaseKeeper:
             # Before the work: what is asked for meanwhile is another round's.
             self._hurried = False
             self._unless_locked(self.flush)
+
+    def _clear_up(self) -> None:
+        with self._locked():
+            self._claims.note_all()
+            self._aftermath.clear_up(self._known)
 
     def _settle_overdue(self) -> None:
         """Settle what no loop has come to settle."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -73,6 +75,21 @@ class Settlement(NamedTuple):
             )
         else:
             log_lost(self.lease, f"it was not {self.outcome.value}")
+
+
+class Outbox(deque[Settlement]):
+    """What the server is to be told of, in order; any thread may append at any moment."""
+
+    def take_acks(self) -> list[Settlement]:
+        """Take the acknowledgements at the head, to be told together."""
+        items: list[Settlement] = []
+        while self and self[0].outcome is Outcome.ACKNOWLEDGED:
+            items.append(self.popleft())
+        return items
+
+    def put_back(self, items: Iterable[Settlement]) -> None:
+        """The server's answer never came: it may have carried them out or not."""
+        self.extendleft(item.in_doubt() for item in reversed(list(items)))
 
 
 def log_lost(lease: Lease, consequence: str) -> None:

@@ -94,6 +94,24 @@ class QoS:
         return bool(self.prefetch_count) and self._credit > 0 >= self._room
 
     @property
+    def idle(self) -> bool:
+        """True if no message is in the consumer's hands."""
+        return not (self._unacked or self._let_go)
+
+    def room_ahead(self, waiting: int, most: int) -> int:
+        """How many more messages may be claimed while others wait; 0: not worth a claim yet.
+
+        Arguments:
+            waiting: messages that were claimed and not delivered.
+            most: how many it may be where there is no prefetch limit.
+        """
+        if self._free_slots:
+            return 0
+        limit = self.prefetch_count or most
+        room = (self._credit if self.prefetch_count else most) - waiting
+        return room if room * 2 >= limit else 0
+
+    @property
     def gathers_until(self) -> float:
         """Until when (monotonic) it is better to wait for more credit than to claim."""
         if not self.prefetch_count or self._free_slots or self._credit * 2 >= self.prefetch_count:

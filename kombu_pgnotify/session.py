@@ -10,8 +10,8 @@ never answers, whatever its own timeout says.
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any, TypeAlias
 
@@ -21,39 +21,21 @@ from psycopg.errors import error_from_result
 
 from .sql import Statement
 from .waker import wait_ready
+from .wire import BINARY, Rows, decode_rows, encode_all
 
 #: One statement with its parameters.
 Call: TypeAlias = tuple[Statement, Sequence[Any]]
 
-#: The rows of one statement.
-Rows: TypeAlias = list[tuple[Any, ...]]
-
 logger = logging.getLogger(__name__)
 
-_TEXT, _BINARY = 0, 1
+#: Bytes of parameters up to which hints are not waited for.  The server reads 8 kB at once: all
+#: that it is to do has then reached it with what has been answered, even if this process ends now.
+_AT_ONCE = 4096
 
 #: SQLSTATEs after which another connection may do better: the server has dropped (26000) or got
 #: from somebody else (42P05, both behind a pooler) or outgrown (0A000, by a changed table) what was
 #: prepared, or has become read-only (25006), and another of the URL's hosts has not.
 _HOPELESS = ("26000", "42P05", "0A000", "25006")
-
-
-def _int(raw: bytes) -> int:
-    return int.from_bytes(raw, "big", signed=True)
-
-
-#: Type OID of bytea (pg_type.dat).
-_BYTEA = 17
-
-#: Decoders of the binary format by type OID (pg_type.dat).
-_DECODERS: dict[int, Callable[[bytes], Any]] = {
-    16: lambda raw: raw != b"\0",  # boolean
-    _BYTEA: bytes,
-    20: _int,  # bigint
-    21: _int,  # smallint
-    23: _int,  # integer
-    701: lambda raw: struct.unpack("!d", raw)[0],  # double precision
-}
 
 
 class Session:
@@ -71,6 +53,9 @@ class Session:
         self._patience = patience
         self._prepare = prepare
         self._prepared: set[str] = set()
+        # Transactions whose outcome has not been read: what is prepared for each call.
+        self._owed: deque[list[str | None]] = deque()
+        self._answer_by = 0.0  # monotonic
 
     @property
     def closed(self) -> bool:
@@ -84,8 +69,9 @@ class Session:
     def run(self, *calls: Call, hints: Sequence[Call] = ()) -> list[Rows]:
         """Run the calls as one transaction, then each hint in one of its own, in one round trip.
 
-        When the answers do not come, or anything interrupts the wait, the connection is
-        closed: nobody knows its state.
+        The outcome of hints is read before the next call, or when the session is closed.  When
+        the answers do not come, or anything interrupts the wait, the connection is aborted:
+        nobody knows its state.
 
         Arguments:
             hints: calls whose failure is only logged: what they announce is in the table,
@@ -94,27 +80,53 @@ class Session:
         Raises:
             psycopg.Error: the server refused a statement, or is lost.
         """
-        outcomes: list[list[Rows] | Exception] = []
         try:
-            self._exchange([calls, *((hint,) for hint in hints)], outcomes)
-        except psycopg.Error as exc:
-            self.close()
-            if not outcomes:
-                raise
-            outcomes.append(exc)
+            self._collect_owed()
+            small = self._send_all([calls, *((hint,) for hint in hints)])
         except BaseException:
-            self.close()
+            self.abort()
             raise
-        done, *announced = outcomes
-        if isinstance(done, psycopg.Error) and done.sqlstate in _HOPELESS:
-            self.close()
-        if isinstance(done, Exception):
-            raise done
-        for outcome in announced:
-            if isinstance(outcome, Exception):
-                reason = str(outcome).partition("\n")[0]
-                logger.warning("announce.failed polls will find it: %s", reason)
+        done = self._answer(self._deadline())
+        if not small:
+            self._collect_hints()
         return done
+
+    def send(self, *calls: Call) -> None:
+        """Send the calls, one transaction, whose outcome :meth:`receive` is to return.
+
+        Raises:
+            psycopg.Error: the server is lost.
+        """
+        try:
+            self._collect_owed()
+            self._send_all([calls])
+            self._answer_by = self._deadline()
+            self._send_rest(self._answer_by)
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def has_answer(self) -> bool:
+        """True if :meth:`receive` has no reason to wait, or no use."""
+        try:
+            return not self.patience_left or self.closed or wait_ready(self.fileno(), 0)
+        except psycopg.Error:
+            # Closed meanwhile, by another thread.
+            return True
+
+    @property
+    def patience_left(self) -> float:
+        """How many seconds :meth:`receive` would wait at the most."""
+        return max(0.0, self._answer_by - monotonic())
+
+    def receive(self) -> list[Rows]:
+        """Return the rows of each call that was sent.
+
+        Raises:
+            psycopg.Error: the server refused a statement, or is lost.
+        """
+        return self._answer(self._answer_by)
 
     def script(self, text: str) -> Rows:
         """Run one or more statements as text, without parameters; return the last one's rows.
@@ -127,6 +139,7 @@ class Session:
         """
         rows: Rows = []
         try:
+            self._collect_owed()
             self._pgconn.send_query(text.encode())
             deadline = self._deadline()
             while True:
@@ -135,11 +148,11 @@ class Session:
                 if result is None:
                     return rows
                 if result.status == pq.ExecStatus.TUPLES_OK:
-                    rows = _rows(result)
+                    rows = decode_rows(result)
                 elif result.status == pq.ExecStatus.FATAL_ERROR:
                     raise error_from_result(result, encoding="utf-8")
         except BaseException:
-            self.close()
+            self.abort()
             raise
 
     def looks_stale(self) -> bool:
@@ -147,12 +160,16 @@ class Session:
         if self.closed:
             return True
         try:
+            self._collect_owed()
             # Readable while idle: a notice or a parameter change, or a farewell and behind it
             # the end, which only the next read meets.
             while wait_ready(self.fileno(), 0):
                 self._pgconn.consume_input()
         except psycopg.Error:
             return True
+        except BaseException:
+            self.abort()
+            raise
         return self.closed
 
     def notifications(self) -> list[tuple[str, str]]:
@@ -164,28 +181,73 @@ class Session:
         return found
 
     def close(self) -> None:
+        """Close the connection, once the server has done what it was given to do."""
+        if not self.closed:
+            self._collect_hints()
+        self.abort()
+
+    def abort(self) -> None:
         """Close the connection at once, whatever it is doing."""
+        self._owed.clear()
         self._pgconn.finish()
 
-    def _exchange(
-        self, transactions: Sequence[Sequence[Call]], outcomes: list[list[Rows] | Exception]
-    ) -> None:
-        """Run each group of calls as a transaction; `outcomes` grows as they are answered."""
+    def _answer(self, deadline: float) -> list[Rows]:
+        """Return the outcome of the oldest transaction that is owed."""
+        try:
+            outcome = self._receive(self._owed.popleft(), deadline)
+        except BaseException:
+            self.abort()
+            raise
+        if isinstance(outcome, psycopg.Error) and outcome.sqlstate in _HOPELESS:
+            self.abort()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _collect_hints(self) -> None:
+        """Collect what is owed, where nobody is interested in an error."""
+        try:
+            self._collect_owed()
+        except psycopg.Error as exc:
+            _log_failed_hint(exc)
+            self.abort()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _collect_owed(self) -> None:
+        """Read the outcomes of hints, so that something else can be run.
+
+        Raises:
+            psycopg.Error: the connection is lost.
+        """
+        while self._owed:
+            outcome = self._receive(self._owed.popleft(), self._deadline())
+            if isinstance(outcome, Exception):
+                _log_failed_hint(outcome)
+        if self._pgconn.pipeline_status:
+            self._pgconn.exit_pipeline_mode()
+
+    def _send_all(self, transactions: Sequence[Sequence[Call]]) -> bool:
+        """Send each group of calls as a transaction; True if it was little.
+
+        All of them are owed from now on.
+        """
         # Encoded before anything is sent: a value that cannot be must not leave half a pipeline.
         encoded = [
-            [(statement, *_encode_all(params)) for statement, params in calls]
+            [(statement, *encode_all(params)) for statement, params in calls]
             for calls in transactions
         ]
         pgconn = self._pgconn
         pgconn.enter_pipeline_mode()
-        fresh = []
         for calls in encoded:
-            fresh.append([self._send(*call) for call in calls])
+            self._owed.append([self._send(*call) for call in calls])
             # The sync ends the implicit transaction.
             pgconn.pipeline_sync()
-        for names in fresh:
-            outcomes.append(self._receive(names, self._deadline()))
-        pgconn.exit_pipeline_mode()
+        size = sum(
+            len(value) for calls in encoded for _, values, _ in calls for value in values if value
+        )
+        return size <= _AT_ONCE
 
     def _deadline(self) -> float:
         return monotonic() + self._patience
@@ -196,7 +258,7 @@ class Session:
         """Queue one call; return the statement's name if it is prepared for the first time."""
         if not self._prepare:
             self._pgconn.send_query_params(
-                statement.sql, values, param_formats=formats, result_format=_BINARY
+                statement.sql, values, param_formats=formats, result_format=BINARY
             )
             return None
         name = statement.name.encode()
@@ -204,7 +266,7 @@ class Session:
         if fresh:
             self._pgconn.send_prepare(name, statement.sql)
             self._prepared.add(statement.name)
-        self._pgconn.send_query_prepared(name, values, param_formats=formats, result_format=_BINARY)
+        self._pgconn.send_query_prepared(name, values, param_formats=formats, result_format=BINARY)
         return statement.name if fresh else None
 
     def _receive(self, fresh: list[str | None], deadline: float) -> list[Rows] | Exception:
@@ -229,7 +291,7 @@ class Session:
                     # This answers the prepare; the execution comes next.
                     fresh[len(rows)] = None
                 else:
-                    rows.append(_rows(result))
+                    rows.append(decode_rows(result))
             elif status != pq.ExecStatus.PIPELINE_ABORTED:
                 error = error_from_result(result, encoding="utf-8")
                 self._prepared.difference_update(fresh)
@@ -241,75 +303,22 @@ class Session:
             unsent = pgconn.flush()
             if not unsent and not pgconn.is_busy():
                 return
-            left = deadline - monotonic()
-            if left <= 0 or not wait_ready(self.fileno(), left, writable=bool(unsent)):
-                raise psycopg.errors.ConnectionTimeout(
-                    f"no answer from the server within {self._patience:g} seconds"
-                )
-            pgconn.consume_input()
+            self._wait(deadline, writable=bool(unsent))
+
+    def _send_rest(self, deadline: float) -> None:
+        """Wait until all is sent."""
+        while self._pgconn.flush():
+            self._wait(deadline, writable=True)
+
+    def _wait(self, deadline: float, *, writable: bool) -> None:
+        left = deadline - monotonic()
+        if left <= 0 or not wait_ready(self.fileno(), left, writable=writable):
+            raise psycopg.errors.ConnectionTimeout(
+                f"no answer from the server within {self._patience:g} seconds"
+            )
+        self._pgconn.consume_input()
 
 
-def _rows(result: pq.abc.PGresult) -> Rows:
-    """Decode a result's rows."""
-    columns = range(result.nfields)
-    decoders = [_DECODERS.get(result.ftype(column), bytes.decode) for column in columns]
-    get_value = result.get_value
-    if result.nfields and not result.fformat(0):
-        return [
-            tuple(get_value(row, column) for column in columns) for row in range(result.ntuples)
-        ]
-    return [
-        tuple(
-            None if (raw := get_value(row, column)) is None else decoders[column](raw)
-            for column in columns
-        )
-        for row in range(result.ntuples)
-    ]
-
-
-def _encode_all(params: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
-    """Encode parameters; return them and their formats."""
-    formats = [_BINARY if _is_binary(param) else _TEXT for param in params]
-    return [_encode(param) for param in params], formats
-
-
-def _is_binary(value: Any) -> bool:
-    return isinstance(value, bytes) or (
-        isinstance(value, list) and bool(value) and isinstance(value[0], bytes)
-    )
-
-
-def _encode(value: Any) -> bytes | None:
-    """Encode a parameter: bytes as they are, anything else as PostgreSQL's text."""
-    if value is None or isinstance(value, bytes):
-        return value
-    if isinstance(value, str):
-        return _text(value).encode()
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], bytes):
-            return _bytea_array(value)
-        return ("{" + ",".join(map(_element, value)) + "}").encode()
-    return str(value).encode()
-
-
-def _text(value: str) -> str:
-    if "\0" in value:
-        # libpq would cut it there, silently.
-        raise psycopg.DataError(f"text with a NUL cannot be kept: {value!r}")
-    return value
-
-
-def _element(value: Any) -> str:
-    """Write an array's element (PostgreSQL documentation, 8.15.6)."""
-    if isinstance(value, str):
-        escaped = _text(value).replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return "NULL" if value is None else str(value)
-
-
-def _bytea_array(items: Sequence[bytes]) -> bytes:
-    """Write a one-dimensional bytea[] in binary (array_recv in PostgreSQL's source)."""
-    parts = [struct.pack("!5i", 1, 0, _BYTEA, len(items), 1)]
-    for item in items:
-        parts += (struct.pack("!i", len(item)), item)
-    return b"".join(parts)
+def _log_failed_hint(exc: Exception) -> None:
+    reason = str(exc).partition("\n")[0]
+    logger.warning("announce.failed polls will find it: %s", reason)

@@ -16,6 +16,7 @@ from . import notices
 from .claims import Ranges
 from .database import Database
 from .errors import PgnotifyError, StatementFailed
+from .flight import Flight
 from .messages import (
     PUBLISHED,
     RELEASED,
@@ -28,7 +29,8 @@ from .messages import (
     exchange_channel_of,
     lock_of,
 )
-from .session import Call, Rows
+from .session import Call
+from .wire import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,13 @@ _COUNT_ALL = 2**62
 def _routed(row: tuple[Any, ...]) -> tuple[Routed, list[str]]:
     """Read an answer of publish_routed: where the message went, and which queues to trim."""
     return Routed(json.loads(row[0]), row[2], row[3]), json.loads(row[1])
+
+
+def _claimed(fetched: Rows) -> list[Claimed]:
+    """Return claimed rows in delivery order: RETURNING has no order of its own."""
+    rows = [Claimed(*row) for row in fetched]
+    rows.sort(key=lambda row: (row.rank, row.task_id))
+    return rows
 
 
 class MessageStore:
@@ -126,16 +135,14 @@ class MessageStore:
         rows = self._database.run((self._statements["broadcast"], (broadcast_id,)))[0]
         return (rows[0][0], rows[0][1]) if rows else None
 
-    def claim(
-        self, queue: str, ranges: Ranges, limit: int, worker: str, run: Run | None = None
-    ) -> list[Claimed]:
-        """Lease up to `limit` messages to `worker`, in delivery order.
+    def claim(self, queue: str, ranges: Ranges, limit: int, worker: str) -> list[Claimed]:
+        """Lease up to `limit` messages to `worker`, in delivery order."""
+        return self._fetch(self.claiming(queue, ranges, limit, worker), None)
 
-        Arguments:
-            run: carries out the call, with others in its round trip.
-        """
+    def claiming(self, queue: str, ranges: Ranges, limit: int, worker: str) -> Call:
+        """Return the call of :meth:`claim`; :meth:`start_with_acks` carries it out."""
         params = (queue, *ranges, limit, worker, self._options.visibility_timeout)
-        return self._fetch((self._statements["claim"], params), run)
+        return self._statements["claim"], params
 
     def take(self, queue: str, ranges: Ranges, limit: int, run: Run | None = None) -> list[Claimed]:
         """Remove and return up to `limit` messages, for consumers that do not acknowledge."""
@@ -145,10 +152,23 @@ class MessageStore:
         self, fences: Sequence[Fence], holder: str | None, call: Call
     ) -> tuple[set[int], Rows]:
         """Acknowledge `fences` and run `call`, in one transaction; return what both returned."""
-        if not fences:
-            return set(), self._database.run(call)[0]
-        acked, rows = self._database.run(self._settling("acknowledge", fences, holder), call)
-        return {row[0] for row in acked}, rows
+        *acked, rows = self._database.run(*self._acks(fences, holder), call)
+        return {row[0] for row in itertools.chain(*acked)}, rows
+
+    def start_with_acks(
+        self,
+        fences: Sequence[Fence],
+        holder: str | None,
+        call: Call,
+        landed: Callable[[], None],
+    ) -> Flight:
+        """Begin to acknowledge `fences` and to run a claim, in one transaction."""
+        return self._database.start(*self._acks(fences, holder), call, landed=landed)
+
+    def landed(self, flight: Flight) -> tuple[set[int], list[Claimed]]:
+        """Return which were acknowledged, and what was claimed; waits for the answer."""
+        *acked, rows = flight.rows()
+        return {row[0] for row in itertools.chain(*acked)}, _claimed(rows)
 
     # In all that follows `holder` is the worker that the lease must be of, as a part of the
     # fence; None: whoever's.
@@ -345,11 +365,10 @@ class MessageStore:
         return self._options.synchronous_commit if persistent else "off"
 
     def _fetch(self, call: Call, run: Run | None) -> list[Claimed]:
-        fetched = run(call) if run is not None else self._database.run(call)[0]
-        rows = [Claimed(*row) for row in fetched]
-        # RETURNING has no order of its own.
-        rows.sort(key=lambda row: (row.rank, row.task_id))
-        return rows
+        return _claimed(run(call) if run is not None else self._database.run(call)[0])
+
+    def _acks(self, fences: Sequence[Fence], holder: str | None) -> list[Call]:
+        return [self._settling("acknowledge", fences, holder)] if fences else []
 
     def _settle(
         self, name: str, fences: Sequence[Fence], *params: object, announce: set[str] | None = None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .database import Database
 from .errors import ConfigurationError
 from .messages import channel_of
-from .session import Rows
+from .wire import Rows
 
 logger = logging.getLogger(__name__)
 

@@ -138,7 +138,7 @@ class Transport(virtual.Transport):
         # Not by the property: a callback may close its connection, or fork, and then acknowledge.
         consumption = self._consumption if self._pid == os.getpid() else None
         drained = self._drained_by == threading.get_ident()
-        if drained and consumption is not None and consumption.waiting:
+        if drained and consumption is not None and (consumption.waiting or consumption.claim):
             keeper.settle_soon()
         else:
             flush(keeper)

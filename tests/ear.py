@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import psycopg
 
@@ -10,9 +11,17 @@ from kombu_pgnotify.messages import channel_of, lock_of
 
 
 class Ear:
-    """Listens to the channels of `queues`; with `waits` it says so, as an idle consumer does."""
+    """Listens to the channels of `queues`; with `waits` it says so, as an idle consumer does.
 
-    def __init__(self, url: str, *queues: str, waits: bool = True) -> None:
+    Arguments:
+        told: called before it is asked what was heard: publishers return before the server has
+            announced what they have published, and know that it has when they do something else.
+    """
+
+    def __init__(
+        self, url: str, *queues: str, waits: bool = True, told: Callable[[], object] = lambda: None
+    ) -> None:
+        self._told = told
         self._connection = psycopg.connect(url, autocommit=True)
         self._mark = channel_of("ear", "mark")
         self._names = {channel_of("pgnotify", queue): queue for queue in queues}
@@ -32,6 +41,7 @@ class Ear:
 
     def heard(self) -> list[tuple[str, str]]:
         """What was announced until now, as (queue, what): NOTIFY keeps the order of commits."""
+        self._told()
         mark = str(random.random())
         self._connection.execute("SELECT pg_notify(%s, %s)", (self._mark, mark))
         found = []

@@ -41,11 +41,8 @@ def publish(broker: Broker, count: int) -> None:
 
 
 def claim(broker: Broker, limit: int = 10) -> tuple[list[Claimed], list[Lease]]:
-    return broker.keeper.claim(
-        QUEUE,
-        lambda run: broker.store.claim(QUEUE, EVERYTHING, limit, broker.worker, run),
-        monotonic(),
-    )
+    claiming = broker.store.claiming(QUEUE, EVERYTHING, limit, broker.worker)
+    return broker.keeper.claim(QUEUE, claiming, monotonic())
 
 
 def again(action: Callable[[], Any]) -> Any:
@@ -185,7 +182,7 @@ def test_another_message_under_the_number_of_a_lost_one_is_delivered_and_kept(
     _, (held, done) = claim(broker)
     sql(restart)
     broker.keeper.settle(done, Outcome.ACKNOWLEDGED)
-    broker.database._losses += 1
+    broker.database._pool.losses += 1
     broker.database._answered_at = 0.0
     publish(broker, 3)
     rows, leases = claim(broker)
@@ -219,7 +216,7 @@ def test_an_ack_whose_answer_was_lost_is_no_lost_lease(
         return run
 
     for lease, name, settle in (
-        (acked, "run_with_acks", lambda: claim(broker)),
+        (acked, "start_with_acks", lambda: claim(broker)),
         (flushed, "acknowledge", broker.keeper.flush),
     ):
         broker.keeper.settle(lease, Outcome.ACKNOWLEDGED)

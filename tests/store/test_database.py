@@ -236,7 +236,7 @@ def test_a_pool_that_is_used_up_is_unavailable(
 ) -> None:
     from contextlib import ExitStack
 
-    monkeypatch.setattr(broker.database._pool, "_timeout", 0.1)
+    monkeypatch.setattr(broker.database._pool._pool, "_timeout", 0.1)
     with ExitStack() as stack:
         for _ in range(broker.options.pool_size + database_module.OVERFLOW):
             stack.enter_context(broker.database.session())

@@ -25,7 +25,7 @@ RELEASE = "UPDATE pgnotify.tasks SET lease_worker_id = NULL, lease_expiration = 
 
 @pytest.fixture
 def ear(database: str, store: MessageStore) -> Iterator[Ear]:
-    ear = Ear(database, "one", "two")
+    ear = Ear(database, "one", "two", told=lambda: store.size("one"))
     yield ear
     ear.close()
 
@@ -136,6 +136,7 @@ def test_an_announcement_that_fails_is_a_warning_since_the_row_is_written(
     monkeypatch.setattr("kombu_pgnotify.store.channel_of", lambda *_: too_long)
     sql("SELECT pg_advisory_lock_shared(%s)", lock_of(too_long))
     assert store.publish("one", Outgoing("{}", b"")) == 1
+    store.size("one")
     assert "announce" in caplog.text
     (row,) = store.claim("one", everything, 1, "me")
     assert store.release([Fence(1, row.delivery)], {"one"}, started=False) == {1}

@@ -52,7 +52,7 @@ class Consumer:
     """Says that it waits, and looks."""
 
     def __init__(self, url: str, broker: Broker, name: str) -> None:
-        self.ear = Ear(url, QUEUE, waits=False)
+        self.ear = Ear(url, QUEUE, waits=False, told=lambda: broker.store.size(QUEUE))
         self._store, self._name = broker.store, name
         self.waits = False
         self.got = 0
@@ -131,7 +131,7 @@ def test_a_message_is_found_or_told_whatever_comes_first(
 
 def test_nobody_is_told_who_does_not_wait(cast: Any, broker: Broker, database: str) -> None:
     consumer = cast(Consumer)
-    other = Ear(database, "another queue")
+    other = Ear(database, "another queue", told=lambda: broker.store.size(QUEUE))
     try:
         for _ in range(20):
             broker.store.publish(QUEUE, Outgoing("{}", b"x"))

@@ -258,13 +258,16 @@ def wait_rows(rows: Callable[[], tuple[int, int, int]]) -> Callable[..., None]:
 def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The round trips of this process from now on, each the names of its statements."""
     seen: list[tuple[str, ...]] = []
-    run = Session.run
 
-    def recorded(session: Session, *calls: Any, **options: Any) -> Any:
-        seen.append(tuple(statement.name for statement, _ in calls))
-        return run(session, *calls, **options)
+    def recorded(do: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(session: Session, *calls: Any, **options: Any) -> Any:
+            seen.append(tuple(statement.name for statement, _ in calls))
+            return do(session, *calls, **options)
 
-    monkeypatch.setattr(Session, "run", recorded)
+        return wrapped
+
+    for name in ("run", "send"):
+        monkeypatch.setattr(Session, name, recorded(getattr(Session, name)))
     return seen
 
 

@@ -149,7 +149,7 @@ def test_a_server_that_answers_but_refuses_to_serve_is_not_asked_without_end(
     def refuse(*_: Any, **__: Any) -> Any:
         raise DatabaseUnavailable("a right is missing")
 
-    monkeypatch.setattr(store, "claim", refuse)
+    monkeypatch.setattr(store, "start_with_acks", refuse)
     inbox(connection, queue)
     with pytest.raises(DatabaseUnavailable):
         drain(connection, lambda: False)

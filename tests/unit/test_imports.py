@@ -21,13 +21,15 @@ MODULES = {
 
 #: From bottom to top: a module imports only from rows above its own.
 FLOORS = [
-    {"sql", "errors", "waker", "claims", "urls", "notices", "embedded", "messages"},
+    {"sql", "errors", "waker", "wire", "claims", "urls", "notices", "embedded", "messages"},
     {"options", "session"},
-    {"schema"},
+    {"schema", "flight"},
+    {"pool"},
     {"database"},
     {"store", "listener", "leases"},
     {"aftermath", "topology", "dead_letters"},
     {"settling"},
+    {"claiming"},
     {"keeper", "live", "housekeeper"},
     {"broker"},
 ]

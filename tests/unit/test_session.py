@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from hypothesis import given, strategies as st
 
-from kombu_pgnotify.session import _encode, _encode_all
+from kombu_pgnotify.wire import _encode, encode_all
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 
@@ -39,7 +39,7 @@ def read_array(text: str) -> list[str | None]:
 
 @given(st.lists(texts | st.none()))
 def test_a_list_of_texts_is_an_array(values: list[str | None]) -> None:
-    (encoded,), formats = _encode_all([values])
+    (encoded,), formats = encode_all([values])
     assert formats == [0]
     assert encoded is not None
     assert read_array(encoded.decode()) == values
@@ -61,7 +61,7 @@ def test_an_array_is_written_as_postgres_reads_it(values: list[Any], text: str) 
 
 @given(st.lists(st.binary(), min_size=1))
 def test_a_list_of_bytes_is_a_binary_array(values: list[bytes]) -> None:
-    (encoded,), formats = _encode_all([values])
+    (encoded,), formats = encode_all([values])
     assert formats == [1]
     assert encoded is not None
     dimensions, has_null, oid, count, lower = struct.unpack_from("!5i", encoded)
@@ -77,7 +77,7 @@ def test_a_list_of_bytes_is_a_binary_array(values: list[bytes]) -> None:
 
 def test_bytes_stay_bytes_and_nothing_stays_nothing() -> None:
     values = [b"\0\xff", None, b"", 5, 1.5, True, "text", ""]
-    assert _encode_all(values) == (
+    assert encode_all(values) == (
         [b"\0\xff", None, b"", b"5", b"1.5", b"True", b"text", b""],
         [1, 0, 1, 0, 0, 0, 0, 0],
     )
