@@ -19,12 +19,6 @@ from .waker import Waker
 TURN = 0.01
 
 
-#: Iterations without a claim after deliveries: a prefork pool hands a task to a process within two,
-#: and a claim's round trip in between would hold the task up.  A worker told to end during it would
-#: forget the task and give it back although a process carries it out.
-BREATHERS = 2
-
-
 class HubLink:
     """Claims, delivers and settles once per iteration of a hub.
 
@@ -51,7 +45,6 @@ class HubLink:
         self._pid = os.getpid()
         self._thread: int | None = None
         self._slow = False
-        self._breathers = 0
         # The claim whose answer the hub waits for.
         self._watched: Claim | None = None
         self._timer: Any = None
@@ -76,10 +69,6 @@ class HubLink:
         if self._slow and self._consumption.waiting:
             # Nothing is claimed before the next delivery, which may run another long task.
             self._flush()
-        if self._breathers:
-            self._breathers -= 1
-            self._waker.wake()
-            return
         delivered = False
         started = monotonic()
         while self._consumption.deliver_one(one_by_one=False):
@@ -92,8 +81,6 @@ class HubLink:
             # The hub does not shorten its wait for acks that deliveries have just queued
             # (call_soon from its own thread), nor for a queue that has more.
             self._waker.wake()
-            # What has been claimed already needs no claim.
-            self._breathers = 0 if self._consumption.waiting else BREATHERS
         else:
             if not self._consumption.gathering and self._consumption.claim is None:
                 # What no claim took along.

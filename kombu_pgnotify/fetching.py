@@ -28,6 +28,12 @@ PROMOTE_EVERY = 1.0
 #: for a process of the worker's to be free.
 AGAIN_SOON = 0.05
 
+#: Seconds after the last message before the server is asked when to look again: a prefork pool
+#: hands a task to a process within two iterations of the loop, and a round trip in between would
+#: hold it up.  A worker told to end during it would forget the task and give it back although a
+#: process carries it out.
+HAND_OVER = 0.005
+
 #: Share by which polls are spread, so that workers started together do not poll together.
 JITTER = 0.2
 
@@ -141,8 +147,10 @@ class Fetcher:
         elif outlook is Outlook.UNSURE:
             self.look_later(watch, watch.cursor.due_from_start())
         else:
-            # First hand over what came; then ask when to look again.
             watch.seen_empty, watch.busy_since = True, None
+            if rows:
+                # First hand over what came; then ask when to look again.
+                self.look_later(watch, now + HAND_OVER)
 
     def _fit(self, taker: Consumer, rows: list[Claimed], leases: list[Lease]) -> list[Entry]:
         """Return what may be delivered."""
