@@ -16,6 +16,10 @@ from .messages import Claimed
 BUSY_AFTER = 0.05
 
 
+#: Seconds after which one looks who was told in reserve: who was told first has long looked then.
+RESERVE_AFTER = 0.05
+
+
 class Credit(Protocol):
     """What a channel's QoS says about how much it takes."""
 
@@ -120,6 +124,7 @@ class Watch:
         "promote_now",
         "queue",
         "seen_empty",
+        "told",
         "waits",
     )
 
@@ -132,6 +137,7 @@ class Watch:
         self.promote_now = False
         self.seen_empty = False
         self.waits = True  # publishers are to tell us
+        self.told = False  # of something that few others were told of
         self.busy_since: float | None = None  # monotonic: there was always more than we took
 
     def busy(self, now: float) -> bool:
@@ -141,6 +147,16 @@ class Watch:
         changed = self.waits and now >= self.busy_since + BUSY_AFTER
         self.waits = self.waits and not changed
         return changed
+
+    def cannot_take(self) -> bool:
+        """Note that nothing more is taken; True if publishers need not tell us any more."""
+        changed, self.waits = self.waits, False
+        return changed
+
+    def was_told(self) -> bool:
+        """True, once, if we were told of something that few others know."""
+        told, self.told = self.told, False
+        return told
 
     def rest(self, when: float) -> bool:
         """Do not look before `when`; True if publishers are to tell us again."""
@@ -161,6 +177,10 @@ class Watches(dict[str, Watch]):
     def __init__(self) -> None:
         # Channels that something was announced on; True: look from the start.
         self._news: dict[str, bool] = {}
+        # Those of them that few others were told of.
+        self._named: set[str] = set()
+        # Channels to look at later (monotonic), in reserve.
+        self._later: dict[str, float] = {}
 
     def announced(self, channels: Iterable[str], *, from_start: bool) -> None:
         """Something was published on `channels`, or has come back below what was passed."""
@@ -170,16 +190,36 @@ class Watches(dict[str, Watch]):
             else:
                 self._news.setdefault(channel, False)
 
+    def named(self, channel: str, *, reserve: bool) -> None:
+        """Something was published on `channel` that few others were told of."""
+        if reserve:
+            self._later[channel] = monotonic() + RESERVE_AFTER
+        else:
+            self._named.add(channel)
+            self.announced([channel], from_start=False)
+
+    def was_named(self, watch: Watch) -> bool:
+        """True if something was published that few others were told of, and we have not looked."""
+        return watch.told or watch.channel in self._named
+
     def absorb(self) -> None:
         """Have the queues looked at that something was announced of."""
+        while self._later:
+            channel, when = self._later.popitem()
+            for watch in self.all():
+                if watch.channel == channel:
+                    watch.look_at = min(watch.look_at, when)
+                    watch.seen_empty = False
         while self._news:
             channel, from_start = self._news.popitem()
             for watch in self.all():
                 if watch.channel == channel:
                     watch.look_at = 0.0
                     watch.seen_empty = False
+                    watch.told = watch.told or channel in self._named
                     if from_start:
                         watch.cursor.look_from_start()
+            self._named.discard(channel)
 
     def all(self) -> list[Watch]:
         """Return them; a signal handler may remove one at any moment."""

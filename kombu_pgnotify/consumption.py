@@ -51,6 +51,8 @@ class Consumption:
         self._live_in_a_row = 0
         self._queue_turn = itertools.count()
         self._blocked = False
+        #: A message is being handed over, which may run a task for hours.
+        self.held_up = False
         #: A claim waits for more credit, and so may acknowledgements.
         self.gathering = False
         self._fetcher = Fetcher(broker, wake, self._listen)
@@ -88,7 +90,9 @@ class Consumption:
         queue = consumer.queue
         self._broker.housekeeper.left(queue, consumer.declaration)
         if not self._consumers.remove(consumer):
-            self._watches.pop(queue, None)
+            watch = self._watches.pop(queue, None)
+            if watch is not None and self._watches.was_named(watch):
+                self._broker.listener.pass_on(watch.channel)
             self._live.remove(queue)
             if not self._watches:
                 self._broker.listener.unsubscribe(self)
@@ -118,6 +122,10 @@ class Consumption:
             self._live.rebound(channel)
         else:
             self._watches.announced([channel], from_start=payload == RELEASED)
+        self._wake()
+
+    def named(self, channel: str, *, reserve: bool) -> None:
+        self._watches.named(channel, reserve=reserve)
         self._wake()
 
     def resync(self, channels: frozenset[str]) -> None:
@@ -165,7 +173,11 @@ class Consumption:
         if entry is None:
             return False
         consumer, row, lease = entry
-        consumer.deliver(row, lease)
+        before, self.held_up = self.held_up, True
+        try:
+            consumer.deliver(row, lease)
+        finally:
+            self.held_up = before
         return True
 
     def _next(self, one_by_one: bool) -> Entry | None:
@@ -290,6 +302,7 @@ class Consumption:
             if taker is None:
                 blocked = True
                 self._fetcher.note_busy(watch, now)
+                self._fetcher.cannot_take(watch)
             elif self._fetch(watch, taker, one_by_one):
                 return True
             elif self._fetcher.under_way:

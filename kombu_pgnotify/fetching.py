@@ -144,6 +144,7 @@ class Fetcher:
             # A queue that is never empty still has to let due messages in.
             watch.promote_now = now >= watch.promote_at
             self.note_busy(watch, now)
+            self.pass_on(watch)
         elif outlook is Outlook.UNSURE:
             self.look_later(watch, watch.cursor.due_from_start())
         else:
@@ -189,6 +190,17 @@ class Fetcher:
         """There is more than is taken."""
         if watch.busy(now):
             self._listen()
+
+    def cannot_take(self, watch: Watch) -> None:
+        """Nobody takes anything of it now: who was told of something passes it on."""
+        if watch.told and watch.cannot_take():
+            self._listen()
+        self.pass_on(watch)
+
+    def pass_on(self, watch: Watch) -> None:
+        """There is more than is taken: if few others know, let one more know."""
+        if watch.was_told():
+            self._broker.listener.pass_on(watch.channel)
 
     def look_later(self, watch: Watch, when: float) -> None:
         """Nothing is to be had before `when`, or before publishers, once they know, tell of it."""

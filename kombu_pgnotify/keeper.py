@@ -31,7 +31,7 @@ RENEW_AFTER = 1 / 3
 ROUND = 1.0
 
 #: Rounds without anything held after which the thread ends.
-IDLE_ROUNDS = 10
+IDLE_ROUNDS = 4
 
 #: Seconds that the thread waits for the lock at the most.  Who has it may have been interrupted
 #: by a signal handler that sleeps (Celery's soft shutdown): renewals cannot wait for that.

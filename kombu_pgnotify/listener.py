@@ -6,13 +6,14 @@ import logging
 import math
 import random
 import threading
+from collections import deque
 from collections.abc import Iterable
 from time import monotonic
 from typing import Protocol, TypeAlias
 
 from .database import Database
 from .errors import DatabaseUnavailable
-from .messages import any_channel_of, lock_of
+from .messages import MOST_TOLD, PUBLISHED, TOLD, Named, any_channel_of, lock_of
 from .session import Session
 from .sql import quote_identifier
 from .waker import Waker, wait_any
@@ -37,7 +38,17 @@ class Subscriber(Protocol):
     """Who hears announcements; all methods return at once and take no lock."""
 
     def notified(self, channel: str, payload: str) -> None:
-        """Something was announced on `channel`."""
+        """Something was announced on `channel`, to all."""
+
+    def named(self, channel: str, *, reserve: bool) -> None:
+        """A message was announced on `channel`, to us and few others: look, in `reserve` later.
+
+        Who cannot take it, or finds more than it takes, passes it on.
+        """
+
+    @property
+    def held_up(self) -> bool:
+        """True while it can look at nothing."""
 
     def resync(self, channels: frozenset[str]) -> None:
         """LISTEN on `channels` is in force from now on; what was announced before is gone."""
@@ -67,6 +78,8 @@ class Listener:
         self._wanted: _Channels = {}
         self._waiting: _Channels = {}
         self._heard: _Channels = {}
+        # Channels of which somebody else is to be told.
+        self._passed_on: deque[str] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -97,6 +110,14 @@ class Listener:
         """Return the channels that `subscriber` hears now."""
         with self._lock:
             return self._heard.get(subscriber, frozenset())
+
+    def pass_on(self, channel: str) -> None:
+        """There is more than the subscriber that was named takes: tell somebody else who waits.
+
+        Takes no lock and does no I/O.
+        """
+        self._passed_on.append(channel)
+        self._nudge()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Forget `subscriber`; takes no lock and does no I/O."""
@@ -184,6 +205,13 @@ class Listener:
             }
             return wanted, self._heard, dict(self._waiting)
 
+    def take_passed_on(self) -> list[str]:
+        """Return the channels of which somebody else is to be told now."""
+        found = []
+        while self._passed_on:
+            found.append(self._passed_on.popleft())
+        return found
+
     def now_heard(self, heard: _Channels) -> None:
         """These LISTENs are in force."""
         self._heard = heard
@@ -207,6 +235,8 @@ class _Ear:
         self._awaited: _Channels = {}
         self._locks: frozenset[str] = frozenset()
         self._any_channel = any_channel_of(database.options.schema)
+        self._announce = database.statements["announce_published"]
+        self._pid = session.backend_pid
 
     def listen(self, waker: Waker) -> None:
         session = self._session
@@ -218,7 +248,9 @@ class _Ear:
                 self._check_health()
             # Last of all: the statements above read announcements off the socket, which then
             # stays silent.
-            self._dispatch()
+            self._pass_on({channel: [self._pid] for channel in self._listener.take_passed_on()})
+            while in_vain := self._dispatch():
+                self._pass_on(in_vain)
             now = monotonic()
             # Sooner than was decided, if the process has begun to end meanwhile.
             sooner = min(leave_at or math.inf, now + self._listener.linger)
@@ -261,11 +293,32 @@ class _Ear:
     def _locks_for(self, waiting: frozenset[str]) -> frozenset[str]:
         return waiting if len(waiting) <= MOST_LOCKS else frozenset([self._any_channel])
 
-    def _dispatch(self) -> None:
+    def _dispatch(self) -> dict[str, list[int]]:
+        """Tell the subscribers what was heard.
+
+        Returns the channels on which we were told in vain, and who was, as often as we know.
+        """
+        in_vain = {}
         for channel, payload in self._session.notifications():
-            for subscriber, channels in self._heard.items():
-                if channel in channels:
+            hearers = [who for who, channels in self._heard.items() if channel in channels]
+            if (named := Named.parse(payload)) is None:
+                for subscriber in hearers:
                     subscriber.notified(channel, payload)
+            elif self._pid in named.told:
+                reserve = self._pid not in named.first
+                for subscriber in hearers:
+                    subscriber.named(channel, reserve=reserve)
+                if not reserve and all(subscriber.held_up for subscriber in hearers):
+                    in_vain[channel] = [*named.passed, *named.first]
+        return in_vain
+
+    def _pass_on(self, channels: dict[str, list[int]]) -> None:
+        """Tell others of `channels`; of each those whom it would be no use to tell."""
+        for channel, others in channels.items():
+            if len(others) < MOST_TOLD:
+                locks = (lock_of(channel), lock_of(self._any_channel))
+                params = (channel, PUBLISHED, *locks, TOLD + len(others), others)
+                self._session.run((self._announce, params))
 
     def _check_health(self) -> None:
         """Prove that the server answers and that the LISTENs are in force."""

@@ -62,6 +62,11 @@ class Session:
         """True once the connection is gone; a session never reconnects."""
         return self._pgconn.status != pq.ConnStatus.OK
 
+    @property
+    def backend_pid(self) -> int:
+        """The number of the server's process."""
+        return self._pgconn.backend_pid
+
     def fileno(self) -> int:
         """The connection's socket."""
         return self._pgconn.socket

@@ -20,6 +20,7 @@ from .flight import Flight
 from .messages import (
     PUBLISHED,
     RELEASED,
+    TOLD,
     Claimed,
     Fence,
     Outgoing,
@@ -393,5 +394,5 @@ class MessageStore:
         if what != PUBLISHED:
             # Those who are busy must know, too: it lies below what they have passed.
             return [(self._statements["announce"], (channel, what)) for channel in channels]
-        statement, any_lock = self._statements["announce_published"], self._any_lock
-        return [(statement, (channel, what, lock_of(channel), any_lock)) for channel in channels]
+        statement, rest = self._statements["announce_published"], (self._any_lock, TOLD, [])
+        return [(statement, (channel, what, lock_of(channel), *rest)) for channel in channels]

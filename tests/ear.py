@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psycopg
 
-from kombu_pgnotify.messages import channel_of, lock_of
+from kombu_pgnotify.messages import PUBLISHED, Named, channel_of, lock_of
 
 
 class Ear:
@@ -40,7 +40,7 @@ class Ear:
         self._locking("pg_advisory_unlock_shared")
 
     def heard(self) -> list[tuple[str, str]]:
-        """What was announced until now, as (queue, what): NOTIFY keeps the order of commits."""
+        """What was announced to us until now, as (queue, what), in the order of commits."""
         self._told()
         mark = str(random.random())
         self._connection.execute("SELECT pg_notify(%s, %s)", (self._mark, mark))
@@ -50,7 +50,11 @@ class Ear:
                 return found
             if notify.channel == self._mark:
                 continue  # another ear's
-            found.append((self._names[notify.channel], notify.payload))
+            named = Named.parse(notify.payload)
+            if named is None:
+                found.append((self._names[notify.channel], notify.payload))
+            elif self._connection.info.backend_pid in named.told:
+                found.append((self._names[notify.channel], PUBLISHED))
         raise AssertionError("the mark never came")
 
     def close(self) -> None:

@@ -161,7 +161,8 @@ def test_what_was_leased_unknown_is_looked_for_at_the_head_of_its_queue(explain:
         plan = explain("disown", "'queue1', 'nobody', '{1,2,3}', 1000")
     assert plan.seq_scans == set()
     assert plan.rows_read_from("tasks_ready") <= 1000
-    assert plan.rows_read_from("tasks_pkey") <= 1000
+    # And the dead versions of some, which the index still leads to until it is vacuumed.
+    assert plan.rows_read_from("tasks_pkey") <= 1010
 
 
 def test_promote_reads_what_is_due_and_nothing_else(explain: Explain) -> None:
