@@ -49,6 +49,11 @@ class Claim:
         self.leases: list[Lease] = []
         self.error: PgnotifyError | None = None
 
+    @property
+    def has_landed(self) -> bool:
+        """True once somebody has read the answer."""
+        return self.flight.has_landed
+
     def answered(self) -> bool:
         """True if to collect it takes no waiting."""
         return self.flight.answered()

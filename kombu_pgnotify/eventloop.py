@@ -122,9 +122,14 @@ class HubLink:
             return
         self._forget_claim(unless=claim)
         self._watched = claim
-        if claim is not None:
+        if claim is not None and not claim.has_landed:
             # Again even on the same socket: it may be another one of the same number.
-            self._loop.add_reader(claim.fileno(), self._woken)
+            try:
+                self._loop.add_reader(claim.fileno(), self._woken)
+            except OSError:
+                # Another thread has read the answer, which wakes us, and closed the connection.
+                if not claim.has_landed:
+                    raise
 
     def _forget_claim(self, unless: Claim | None) -> None:
         if self._watched is not None:

@@ -14,13 +14,20 @@ class Ear:
     """Listens to the channels of `queues`; with `waits` it says so, as an idle consumer does.
 
     Arguments:
+        everybody: hears what is said to others too.
         told: called before it is asked what was heard: publishers return before the server has
             announced what they have published, and know that it has when they do something else.
     """
 
     def __init__(
-        self, url: str, *queues: str, waits: bool = True, told: Callable[[], object] = lambda: None
+        self,
+        url: str,
+        *queues: str,
+        waits: bool = True,
+        everybody: bool = False,
+        told: Callable[[], object] = lambda: None,
     ) -> None:
+        self._everybody = everybody
         self._told = told
         self._connection = psycopg.connect(url, autocommit=True)
         self._mark = channel_of("ear", "mark")
@@ -53,7 +60,7 @@ class Ear:
             named = Named.parse(notify.payload)
             if named is None:
                 found.append((self._names[notify.channel], notify.payload))
-            elif self._connection.info.backend_pid in named.told:
+            elif self._everybody or self._connection.info.backend_pid in named.told:
                 found.append((self._names[notify.channel], PUBLISHED))
         raise AssertionError("the mark never came")
 

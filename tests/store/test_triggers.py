@@ -268,7 +268,7 @@ def test_a_queue_with_a_very_long_name_is_announced_by_both(
     store: MessageStore, database: str, sql: Sql
 ) -> None:
     queue = "x" * 10_000
-    ear = Ear(database, queue)
+    ear = Ear(database, queue, told=lambda: store.size(queue))
     store.publish(queue, Outgoing("{}", b""))
     assert ear.heard() == [(queue, "published")]
     sql(INSERT, queue)
@@ -285,7 +285,7 @@ def test_in_a_database_that_is_not_utf8_the_channel_is_the_same(
     )
     try:
         broker = make_broker(server.url(name))
-        ear = Ear(server.url(name), "größe")
+        ear = Ear(server.url(name), "größe", told=lambda: broker.store.size("größe"))
         broker.store.publish("größe", Outgoing("{}", b"\xff"))
         assert ear.heard() == [("größe", "published")]
         server.run_sql(INSERT, name, ("größe",))

@@ -92,7 +92,7 @@ def ear(database: str, queue: str) -> Iterator[Ear]:
         for broker in list(brokers._brokers.values()):
             broker.database.check()
 
-    made = Ear(database, queue, waits=False, told=told)
+    made = Ear(database, queue, waits=False, everybody=True, told=told)
     yield made
     made.close()
 
