@@ -134,9 +134,12 @@ def test_after_closing_no_connection_thread_or_file_descriptor_is_left(
     sessions: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kombu_pgnotify import keeper
+    from kombu_pgnotify import housekeeper, keeper
 
+    # The threads end by themselves, but take their time: ten seconds and twelve.
     monkeypatch.setattr(keeper, "IDLE_ROUNDS", 0)
+    monkeypatch.setattr(housekeeper, "IDLE_ROUNDS", 0)
+    monkeypatch.setattr(housekeeper, "ROUND", 0.2)
     process = psutil.Process()
 
     def ours() -> list[str]:
@@ -464,7 +467,9 @@ def test_a_frozen_server_is_a_connection_error_and_no_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(database_module, "GRACE", 0.2)
-    connection = proxied(statement_timeout=0.5, polling_interval=0.1, connect_timeout=2)
+    connection = proxied(
+        statement_timeout=0.5, polling_interval=0.1, connect_timeout=2, outage_tolerance=0.5
+    )
     inbox(connection, queue)
     with pytest.raises(TimeoutError):
         connection.drain_events(timeout=0.2)
