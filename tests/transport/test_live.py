@@ -412,7 +412,7 @@ def test_questions_and_answers_leave_nothing_behind(connect: Connect, sql: Sql, 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for n in range(200):
+        for n in range(60):
             # Each question has a mailbox of its own, as each call of Celery's inspect.
             asked = Mailbox("test", type="fanout")(client)
             text = f"{n}" if n % 10 else f"{n}" * 5000
