@@ -394,5 +394,5 @@ class MessageStore:
         if what != PUBLISHED:
             # Those who are busy must know, too: it lies below what they have passed.
             return [(self._statements["announce"], (channel, what)) for channel in channels]
-        statement, rest = self._statements["announce_published"], (self._any_lock, TOLD, [])
+        statement, rest = self._statements["announce_published"], (self._any_lock, TOLD, ())
         return [(statement, (channel, what, lock_of(channel), *rest)) for channel in channels]

@@ -100,7 +100,7 @@ class Proxy:
         await self._listen()
         self._started.set()
         await self._stopping.wait()
-        self._close_listener()
+        await self._close_listener()
         # Until there is none left that was just being accepted.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await self._cut()
@@ -110,9 +110,16 @@ class Proxy:
         if not self._listener or not self._listener.is_serving():
             self._listener = await asyncio.start_server(self._accept, HOST, self.port)
 
-    def _close_listener(self) -> None:
-        if self._listener:
-            self._listener.close()
+    async def _close_listener(self) -> None:
+        if not self._listener:
+            return
+        for listening in self._listener.sockets:
+            self._loop.remove_reader(listening.fileno())
+        # Before Python 3.12 what is just being accepted fails where the server is closed, and its
+        # socket stays open.
+        while accepting := [task for task in asyncio.all_tasks() if _accepts(task)]:
+            await asyncio.wait(accepting)
+        self._listener.close()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
@@ -150,6 +157,10 @@ class Proxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *(w.wait_closed() for w in writers), return_exceptions=True)
+
+
+def _accepts(task: asyncio.Task[object]) -> bool:
+    return getattr(task.get_coro(), "__name__", "") == "_accept_connection2"
 
 
 @pytest.fixture

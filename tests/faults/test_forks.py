@@ -70,7 +70,7 @@ def in_child():
                 os._exit(9)
             return method(self, *args, **kwargs)
         return call
-    for name in ("run", "script", "close", "notifications", "looks_stale"):
+    for name in ("run", "send", "receive", "script", "abort", "notifications", "looks_stale"):
         setattr(Session, name, checked(getattr(Session, name)))
 
 publish(f"import-{PARENT}")

@@ -450,6 +450,8 @@ def test_a_dead_letter_is_announced_once_and_after_the_commit(
         for _ in range(7):
             store.publish("queue", Outgoing("{}", b""))
             store.dead_letter(fences(get("queue")), "rejected")
+        # So that the last has been announced.
+        store.size("queue")
         connection.execute(f"NOTIFY \"{channel_of('pgnotify', 'grave')}\", 'end'".encode())
         heard = []
         for notify in connection.notifies(timeout=10):
