@@ -58,7 +58,15 @@ class Flight:
 
     def answered(self) -> bool:
         """True if there is no need to wait for the answer, or no use."""
-        return self.has_landed or self._session.has_answer
+        if self.has_landed:
+            return True
+        if self._reader is not None or not self._lock.acquire(blocking=False):
+            # Somebody is reading it, and tells us when it has landed.
+            return False
+        try:
+            return self.has_landed or self._session.has_answer()
+        finally:
+            self._lock.release()
 
     def land(self) -> bool:
         """Wait for the answer; False if this thread is just doing so, below a signal handler."""

@@ -111,13 +111,16 @@ class Session:
             self.abort()
             raise
 
-    @property
     def has_answer(self) -> bool:
-        """True if :meth:`receive` has no reason to wait, or no use."""
+        """True if :meth:`receive` has no reason to wait, or no use; reads what has come.
+
+        Without select or poll: what gevent and eventlet put in their place lets others run, and
+        eventlet bears no two who look at one socket.
+        """
         try:
-            return not self.patience_left or self.closed or wait_ready(self.fileno(), 0)
+            self._pgconn.consume_input()
+            return not (self.patience_left and self._pgconn.is_busy())
         except psycopg.Error:
-            # Closed meanwhile, by another thread.
             return True
 
     @property

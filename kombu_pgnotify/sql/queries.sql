@@ -143,9 +143,9 @@ SELECT pg_notify($1, $2 || told.whom)
 FROM (SELECT WHERE NOT (pg_try_advisory_xact_lock($3::bigint) AND pg_try_advisory_xact_lock($4::bigint))
       OFFSET 0) AS somebody
 CROSS JOIN LATERAL (
-    SELECT CASE WHEN bool_or(for_any) THEN ''
-                ELSE ' ' || array_to_string((array_agg(pid ORDER BY random()))[:$5::int], ',')
-                     || ' ' || array_to_string($6::int[], ',') END AS whom
+    SELECT CASE WHEN pg_catalog.bool_or(for_any) THEN ''
+                ELSE ' ' || pg_catalog.array_to_string((pg_catalog.array_agg(pid ORDER BY pg_catalog.random()))[:$5::int], ',')
+                     || ' ' || pg_catalog.array_to_string($6::int[], ',') END AS whom
     FROM (SELECT pid, key = $4::bigint AS for_any
           FROM (SELECT pid, (classid::bigint << 32) | objid::bigint AS key
                 FROM pg_catalog.pg_locks

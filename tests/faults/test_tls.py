@@ -213,7 +213,10 @@ def verified(broker_url: str, tls: TLS) -> str:
 
 
 SESSIONS = """
-SELECT s.ssl, a.query ~ 'LISTEN|listening', a.pid
+SELECT s.ssl,
+       a.query ~ 'LISTEN|listening'
+       OR a.pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ShareLock'),
+       a.pid
 FROM pg_stat_ssl AS s JOIN pg_stat_activity AS a ON a.pid = s.pid
 WHERE a.datname = current_database() AND a.application_name LIKE 'kombu_pgnotify%%'
   AND a.application_name LIKE %s
