@@ -42,7 +42,9 @@ class Claim:
         self.asked_at = asked_at
         self.acks = acks
         self.flight = flight
-        self.wanted = wanted
+        self._wanted = wanted
+        #: Its consumer was interrupted, and will not collect it.
+        self.abandoned = False
         #: The keeper has taken note of the answer, or of the error.
         self.noted = False
         self.rows: list[Claimed] = []
@@ -53,6 +55,10 @@ class Claim:
     def has_landed(self) -> bool:
         """True once somebody has read the answer."""
         return self.flight.has_landed
+
+    def wanted(self) -> bool:
+        """True if somebody will collect it."""
+        return not self.abandoned and self._wanted()
 
     def answered(self) -> bool:
         """True if to collect it takes no waiting."""
@@ -105,6 +111,11 @@ class Claims:
     def __bool__(self) -> bool:
         return bool(self._all)
 
+    @property
+    def under_way(self) -> bool:
+        """True if the answer to one has not been taken note of."""
+        return any(not claim.noted for claim in self._all)
+
     def add(self, claim: Claim) -> Claim:
         """It has been sent."""
         self._all.append(claim)
@@ -115,10 +126,16 @@ class Claims:
         if claim in self._all:
             self._all.remove(claim)
 
-    def note_all(self) -> None:
-        """Wait for the claims under way, hold what they bring, give back what nobody wants."""
+    def note_all(self, *, answered_only: bool = False) -> None:
+        """Wait for the claims under way, hold what they bring, give back what nobody wants.
+
+        Arguments:
+            answered_only: do not wait, but for what nobody wants.
+        """
         for claim in list(self._all):
             if not claim.noted:
+                if answered_only and claim.wanted() and not claim.answered():
+                    continue
                 self._note(claim)
             if not claim.wanted():
                 self._all.remove(claim)

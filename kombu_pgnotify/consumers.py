@@ -124,7 +124,6 @@ class Watch:
         "promote_now",
         "queue",
         "seen_empty",
-        "told",
         "waits",
     )
 
@@ -137,7 +136,6 @@ class Watch:
         self.promote_now = False
         self.seen_empty = False
         self.waits = True  # publishers are to tell us
-        self.told = False  # of something that few others were told of
         self.busy_since: float | None = None  # monotonic: there was always more than we took
 
     def busy(self, now: float) -> bool:
@@ -147,16 +145,6 @@ class Watch:
         changed = self.waits and now >= self.busy_since + BUSY_AFTER
         self.waits = self.waits and not changed
         return changed
-
-    def cannot_take(self) -> bool:
-        """Note that nothing more is taken; True if publishers need not tell us any more."""
-        changed, self.waits = self.waits, False
-        return changed
-
-    def was_told(self) -> bool:
-        """True, once, if we were told of something that few others know."""
-        told, self.told = self.told, False
-        return told
 
     def rest(self, when: float) -> bool:
         """Do not look before `when`; True if publishers are to tell us again."""
@@ -177,8 +165,8 @@ class Watches(dict[str, Watch]):
     def __init__(self) -> None:
         # Channels that something was announced on; True: look from the start.
         self._news: dict[str, bool] = {}
-        # Those of them that few others were told of.
-        self._named: set[str] = set()
+        # Those that only we were told of, until they were seen to be empty.
+        self._unseen: dict[str, None] = {}
         # Channels to look at later (monotonic), in reserve.
         self._later: dict[str, float] = {}
 
@@ -191,16 +179,21 @@ class Watches(dict[str, Watch]):
                 self._news.setdefault(channel, False)
 
     def named(self, channel: str, *, reserve: bool) -> None:
-        """Something was published on `channel` that few others were told of."""
+        """Something was published on `channel` that only one other was told of, in reserve."""
         if reserve:
             self._later[channel] = monotonic() + RESERVE_AFTER
         else:
-            self._named.add(channel)
+            # In this order, so that a look that began before does not count.
+            self._unseen[channel] = None
             self.announced([channel], from_start=False)
 
-    def was_named(self, watch: Watch) -> bool:
-        """True if something was published that few others were told of, and we have not looked."""
-        return watch.told or watch.channel in self._named
+    def unseen(self, channel: str) -> bool:
+        """True until the queue was seen to be empty after :meth:`named`."""
+        return channel in self._news or channel in self._unseen
+
+    def seen_empty(self, channel: str) -> None:
+        """A look has found nothing more."""
+        self._unseen.pop(channel, None)
 
     def absorb(self) -> None:
         """Have the queues looked at that something was announced of."""
@@ -216,10 +209,8 @@ class Watches(dict[str, Watch]):
                 if watch.channel == channel:
                     watch.look_at = 0.0
                     watch.seen_empty = False
-                    watch.told = watch.told or channel in self._named
                     if from_start:
                         watch.cursor.look_from_start()
-            self._named.discard(channel)
 
     def all(self) -> list[Watch]:
         """Return them; a signal handler may remove one at any moment."""

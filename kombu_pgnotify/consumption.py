@@ -51,11 +51,9 @@ class Consumption:
         self._live_in_a_row = 0
         self._queue_turn = itertools.count()
         self._blocked = False
-        #: A message is being handed over, which may run a task for hours.
-        self.held_up = False
         #: A claim waits for more credit, and so may acknowledgements.
         self.gathering = False
-        self._fetcher = Fetcher(broker, wake, self._listen)
+        self._fetcher = Fetcher(broker, wake, self._listen, self._watches.seen_empty)
         self._losses = broker.losses
         self._outage = Outage(broker.options.outage_tolerance)
 
@@ -90,9 +88,7 @@ class Consumption:
         queue = consumer.queue
         self._broker.housekeeper.left(queue, consumer.declaration)
         if not self._consumers.remove(consumer):
-            watch = self._watches.pop(queue, None)
-            if watch is not None and self._watches.was_named(watch):
-                self._broker.listener.pass_on(watch.channel)
+            self._watches.pop(queue, None)
             self._live.remove(queue)
             if not self._watches:
                 self._broker.listener.unsubscribe(self)
@@ -127,6 +123,9 @@ class Consumption:
     def named(self, channel: str, *, reserve: bool) -> None:
         self._watches.named(channel, reserve=reserve)
         self._wake()
+
+    def unseen(self, channel: str) -> bool:
+        return self._watches.unseen(channel)
 
     def resync(self, channels: frozenset[str]) -> None:
         self._watches.announced(channels, from_start=True)
@@ -173,11 +172,7 @@ class Consumption:
         if entry is None:
             return False
         consumer, row, lease = entry
-        before, self.held_up = self.held_up, True
-        try:
-            consumer.deliver(row, lease)
-        finally:
-            self.held_up = before
+        consumer.deliver(row, lease)
         return True
 
     def _next(self, one_by_one: bool) -> Entry | None:
@@ -302,7 +297,6 @@ class Consumption:
             if taker is None:
                 blocked = True
                 self._fetcher.note_busy(watch, now)
-                self._fetcher.cannot_take(watch)
             elif self._fetch(watch, taker, one_by_one):
                 return True
             elif self._fetcher.under_way:

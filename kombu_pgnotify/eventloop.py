@@ -96,17 +96,18 @@ class HubLink:
     def stopped(self, _hub: Any) -> None:
         """The hub is being reset or closed: from now on acks go at once."""
         self._thread = None
+        # It has forgotten the sockets.
+        self._watched = None
 
     def close(self) -> None:
         """Take everything of ours out of the hub."""
+        self._forget_claim(unless=None)
         self.stopped(None)
         self._loop.on_tick.discard(self.tick)
         self._loop.on_close.discard(self.stopped)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._forget_claim(unless=None)
-        self._watched = None
         self._forget(self._waker.fileno())
 
     def _watch_waker(self) -> None:

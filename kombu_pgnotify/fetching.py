@@ -55,14 +55,20 @@ class Fetcher:
         broker: this process's broker.
         wake: called when somebody else has read the answer to a claim.
         listen: has the listener tell publishers which queues wait.
+        seen_empty: called with the channel of a queue in which nothing is left.
     """
 
     def __init__(
-        self, broker: Broker, wake: Callable[[], None], listen: Callable[[], None]
+        self,
+        broker: Broker,
+        wake: Callable[[], None],
+        listen: Callable[[], None],
+        seen_empty: Callable[[str], None],
     ) -> None:
         self._broker = broker
         self._wake = wake
         self._listen = listen
+        self._seen_empty = seen_empty
         self._fetch: _Fetch | None = None
 
     @property
@@ -107,12 +113,18 @@ class Fetcher:
         fetch = self._fetch
         if fetch is None or not (wait or fetch.claim.answered()):
             return []
-        self._fetch = None
         try:
             rows, leases = self._broker.keeper.collect(fetch.claim)
         except StatementFailed as exc:
             self._refused(fetch.watch, exc)
             return []
+        except BaseException:
+            # Whoever interrupts the wait does not come back for it.
+            fetch.claim.abandoned = True
+            self._broker.keeper.hurry()
+            raise
+        finally:
+            self._fetch = None
         self._learn(fetch.watch, rows, fetch.limit, fetch.claim.asked_at)
         return self._fit(fetch.taker, rows, leases)
 
@@ -144,11 +156,11 @@ class Fetcher:
             # A queue that is never empty still has to let due messages in.
             watch.promote_now = now >= watch.promote_at
             self.note_busy(watch, now)
-            self.pass_on(watch)
         elif outlook is Outlook.UNSURE:
             self.look_later(watch, watch.cursor.due_from_start())
         else:
             watch.seen_empty, watch.busy_since = True, None
+            self._seen_empty(watch.channel)
             if rows:
                 # First hand over what came; then ask when to look again.
                 self.look_later(watch, now + HAND_OVER)
@@ -190,17 +202,6 @@ class Fetcher:
         """There is more than is taken."""
         if watch.busy(now):
             self._listen()
-
-    def cannot_take(self, watch: Watch) -> None:
-        """Nobody takes anything of it now: who was told of something passes it on."""
-        if watch.told and watch.cannot_take():
-            self._listen()
-        self.pass_on(watch)
-
-    def pass_on(self, watch: Watch) -> None:
-        """There is more than is taken: if few others know, let one more know."""
-        if watch.was_told():
-            self._broker.listener.pass_on(watch.channel)
 
     def look_later(self, watch: Watch, when: float) -> None:
         """Nothing is to be had before `when`, or before publishers, once they know, tell of it."""

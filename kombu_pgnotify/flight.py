@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from time import monotonic
 
 from .errors import DatabaseUnavailable, PgnotifyError
 from .session import Session
 from .wire import Rows
+
+#: Seconds between two looks of somebody who needs the session: a claim takes less than one.
+LOOK_EVERY = 0.0005
 
 
 class Flight:
@@ -54,24 +59,34 @@ class Flight:
     @property
     def has_landed(self) -> bool:
         """True once the answer has been read, or will never come."""
-        return self._rows is not None or self._error is not None
+        return not self._under_way()
+
+    def _under_way(self) -> bool:
+        return self._rows is None and self._error is None
 
     def answered(self) -> bool:
         """True if there is no need to wait for the answer, or no use."""
-        if self.has_landed:
+        if not self._under_way():
             return True
         if self._reader is not None or not self._lock.acquire(blocking=False):
             # Somebody is reading it, and tells us when it has landed.
             return False
         try:
-            return self.has_landed or self._session.has_answer()
+            return not self._under_way() or self._session.has_answer()
         finally:
             self._lock.release()
 
-    def land(self) -> bool:
-        """Wait for the answer; False if this thread is just doing so, below a signal handler."""
+    def land(self, timeout: float | None = None) -> bool:
+        """Wait for the answer; False if this thread is just doing so, below a signal handler.
+
+        Arguments:
+            timeout: seconds after which it is False as well; None: as long as the session has
+                patience.
+        """
         me = threading.get_ident()
         if self._reader == me:
+            return False
+        if timeout is not None and not self._answered_within(timeout):
             return False
         with self._lock:
             self._reader = me
@@ -80,6 +95,17 @@ class Flight:
                     self._read()
             finally:
                 self._reader = None
+        return True
+
+    def _answered_within(self, timeout: float) -> bool:
+        """Wait for the answer without reading more than has come."""
+        deadline = monotonic() + timeout
+        while not self.answered():
+            left = deadline - monotonic()
+            if left <= 0:
+                return False
+            # Not on the socket: somebody else may be waiting there.
+            time.sleep(min(left, LOOK_EVERY))
         return True
 
     def rows(self) -> list[Rows]:

@@ -120,10 +120,10 @@ class LeaseKeeper:
             try:
                 fences = [item.lease.fence for item in acks]
                 flight = self._store.start_with_acks(fences, self._worker, call, landed)
+                claim = self._claims.add(Claim(queue_name, asked_at, acks, flight, wanted))
             except BaseException:
                 self._outbox.put_back(acks)
                 raise
-            claim = self._claims.add(Claim(queue_name, asked_at, acks, flight, wanted))
         with self._thread_lock:
             self._start()
         return claim
@@ -349,8 +349,10 @@ class LeaseKeeper:
 
     def _clear_up(self) -> None:
         with self._locked():
-            self._claims.note_all()
-            self._aftermath.clear_up(self._known)
+            # A claim that waits for somebody's lock must not hold up renewals.
+            self._claims.note_all(answered_only=True)
+            if not self._claims.under_way:
+                self._aftermath.clear_up(self._known)
 
     def _settle_overdue(self) -> None:
         """Settle what no loop has come to settle."""

@@ -6,14 +6,13 @@ import logging
 import math
 import random
 import threading
-from collections import deque
 from collections.abc import Iterable
 from time import monotonic
 from typing import Protocol, TypeAlias
 
 from .database import Database
 from .errors import DatabaseUnavailable
-from .messages import MOST_TOLD, PUBLISHED, TOLD, Named, any_channel_of, lock_of
+from .messages import PUBLISHED, any_channel_of, lock_of, named_in
 from .session import Session
 from .sql import quote_identifier
 from .waker import Waker, wait_any
@@ -29,6 +28,9 @@ NOTIFY_QUEUE_FILLS = 0.5
 #: Seconds the connection is kept after the last subscriber has left.
 LINGER = 5.0
 
+#: Seconds within which a consumer that was named has looked, or everybody is told.
+SEEN_WITHIN = 0.01
+
 #: Locks by which a connection says for which channels it waits; with more of them, one stands for
 #: all.  The server counts on 64 for each of its connections (max_locks_per_transaction).
 MOST_LOCKS = 8
@@ -41,14 +43,10 @@ class Subscriber(Protocol):
         """Something was announced on `channel`, to all."""
 
     def named(self, channel: str, *, reserve: bool) -> None:
-        """A message was announced on `channel`, to us and few others: look, in `reserve` later.
+        """A message was announced on `channel`, to us and one other: look, in `reserve` later."""
 
-        Who cannot take it, or finds more than it takes, passes it on.
-        """
-
-    @property
-    def held_up(self) -> bool:
-        """True while it can look at nothing."""
+    def unseen(self, channel: str) -> bool:
+        """True until it has seen that nothing is left of what it was named for."""
 
     def resync(self, channels: frozenset[str]) -> None:
         """LISTEN on `channels` is in force from now on; what was announced before is gone."""
@@ -78,8 +76,6 @@ class Listener:
         self._wanted: _Channels = {}
         self._waiting: _Channels = {}
         self._heard: _Channels = {}
-        # Channels of which somebody else is to be told.
-        self._passed_on: deque[str] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -110,14 +106,6 @@ class Listener:
         """Return the channels that `subscriber` hears now."""
         with self._lock:
             return self._heard.get(subscriber, frozenset())
-
-    def pass_on(self, channel: str) -> None:
-        """There is more than the subscriber that was named takes: tell somebody else who waits.
-
-        Takes no lock and does no I/O.
-        """
-        self._passed_on.append(channel)
-        self._nudge()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Forget `subscriber`; takes no lock and does no I/O."""
@@ -205,13 +193,6 @@ class Listener:
             }
             return wanted, self._heard, dict(self._waiting)
 
-    def take_passed_on(self) -> list[str]:
-        """Return the channels of which somebody else is to be told now."""
-        found = []
-        while self._passed_on:
-            found.append(self._passed_on.popleft())
-        return found
-
     def now_heard(self, heard: _Channels) -> None:
         """These LISTENs are in force."""
         self._heard = heard
@@ -235,8 +216,11 @@ class _Ear:
         self._awaited: _Channels = {}
         self._locks: frozenset[str] = frozenset()
         self._any_channel = any_channel_of(database.options.schema)
-        self._announce = database.statements["announce_published"]
-        self._pid = session.backend_pid
+        self._announce = database.statements["announce"]
+        # Not libpq's: behind a pooler that is another one.
+        self._pid = int(session.script("SELECT pg_catalog.pg_backend_pid()")[0][0])
+        # When (monotonic) those who were named are to have seen which channel, oldest first.
+        self._due: dict[tuple[str, Subscriber | None], float] = {}
 
     def listen(self, waker: Waker) -> None:
         session = self._session
@@ -248,16 +232,15 @@ class _Ear:
                 self._check_health()
             # Last of all: the statements above read announcements off the socket, which then
             # stays silent.
-            self._pass_on({channel: [self._pid] for channel in self._listener.take_passed_on()})
-            while in_vain := self._dispatch():
-                self._pass_on(in_vain)
+            while self._dispatch():
+                pass
             now = monotonic()
             # Sooner than was decided, if the process has begun to end meanwhile.
             sooner = min(leave_at or math.inf, now + self._listener.linger)
             leave_at = None if self._listener.wanted else sooner
             if leave_at is not None and now >= leave_at:
                 return
-            until = min(self._check_at, leave_at or self._check_at)
+            until = min(self._check_at, leave_at or self._check_at, *self._due.values())
             wait_any((session.fileno(), waker.fileno()), until - monotonic())
 
     def _adjust(self) -> None:
@@ -293,32 +276,39 @@ class _Ear:
     def _locks_for(self, waiting: frozenset[str]) -> frozenset[str]:
         return waiting if len(waiting) <= MOST_LOCKS else frozenset([self._any_channel])
 
-    def _dispatch(self) -> dict[str, list[int]]:
-        """Tell the subscribers what was heard.
-
-        Returns the channels on which we were told in vain, and who was, as often as we know.
-        """
-        in_vain = {}
+    def _dispatch(self) -> bool:
+        """Tell the subscribers what was heard; True if there may be more by now."""
         for channel, payload in self._session.notifications():
+            named = named_in(payload)
+            if named is not None and self._pid not in named:
+                continue
             hearers = [who for who, channels in self._heard.items() if channel in channels]
-            if (named := Named.parse(payload)) is None:
-                for subscriber in hearers:
+            for subscriber in hearers:
+                if named is None:
                     subscriber.notified(channel, payload)
-            elif self._pid in named.told:
-                reserve = self._pid not in named.first
-                for subscriber in hearers:
-                    subscriber.named(channel, reserve=reserve)
-                if not reserve and all(subscriber.held_up for subscriber in hearers):
-                    in_vain[channel] = [*named.passed, *named.first]
-        return in_vain
+                else:
+                    subscriber.named(channel, reserve=self._pid != named[0])
+            if named is not None and self._pid == named[0]:
+                # Where nobody is left who hears it, everybody else is to.
+                witnesses: list[Subscriber | None] = [*hearers] or [None]
+                for who in witnesses:
+                    self._due.setdefault((channel, who), monotonic() + SEEN_WITHIN)
+        return self._tell_all_of_unseen()
 
-    def _pass_on(self, channels: dict[str, list[int]]) -> None:
-        """Tell others of `channels`; of each those whom it would be no use to tell."""
-        for channel, others in channels.items():
-            if len(others) < MOST_TOLD:
-                locks = (lock_of(channel), lock_of(self._any_channel))
-                params = (channel, PUBLISHED, *locks, TOLD + len(others), others)
-                self._session.run((self._announce, params))
+    def _tell_all_of_unseen(self) -> bool:
+        """Tell everybody of what those who were named have not seen; True if there was any.
+
+        They may be busy in a task, have their fill, find more than they take, or have gone.
+        """
+        now, unseen = monotonic(), set()
+        for (channel, subscriber), due in list(self._due.items()):
+            if due <= now:
+                del self._due[channel, subscriber]
+                if subscriber is None or subscriber.unseen(channel):
+                    unseen.add(channel)
+        for channel in sorted(unseen):
+            self._session.run((self._announce, (channel, PUBLISHED)))
+        return bool(unseen)
 
     def _check_health(self) -> None:
         """Prove that the server answers and that the LISTENs are in force."""

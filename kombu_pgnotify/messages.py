@@ -17,39 +17,25 @@ RELEASED = "released"
 
 
 #: How many of those who wait are told of one message: one who looks at once, and another who does
-#: so later, should the first one have died or stand still.
+#: so later, should the first one's process have died or been stopped.
 TOLD = 2
 
-#: Those who pass something on name as many as were told in vain, and themselves; up to so many.
-MOST_TOLD = 500
+#: All of them are told of several at once.
+ALL = 0
 
 
-class Named(NamedTuple):
-    """An announcement that is meant for some of those who hear it: by server processes (pids)."""
+def named_in(payload: str) -> list[int] | None:
+    """Return the server processes that an announcement names; None: it is meant for all.
 
-    told: list[int]
-    #: Who was told before, and could do nothing.
-    passed: list[int]
-
-    @classmethod
-    def parse(cls, payload: str) -> Named | None:
-        """Read an announcement as the statement announce_published writes it.
-
-        Returns None for any other, which is meant for all.
-        """
-        what, *lists = payload.split(" ")
-        if what != PUBLISHED or len(lists) != 2:
-            return None
-        try:
-            told, passed = ([int(pid) for pid in pids.split(",") if pid] for pids in lists)
-        except ValueError:
-            return None
-        return cls(told, passed)
-
-    @property
-    def first(self) -> list[int]:
-        """Those who are to look at once; the last of several is kept in reserve."""
-        return self.told[:-1] or self.told
+    It is one of the statement announce_published.
+    """
+    what, _, pids = payload.partition(" ")
+    if what != PUBLISHED or not pids:
+        return None
+    try:
+        return [int(pid) for pid in pids.split(",")]
+    except ValueError:
+        return None
 
 
 class Claimed(NamedTuple):

@@ -19,6 +19,11 @@ OVERFLOW = 10
 POOL_PATIENCE = 10.0
 
 
+#: Seconds to wait for the answer to what is under way before another connection is opened: it may
+#: be waiting for somebody's lock.
+FLIGHT_PATIENCE = 0.1
+
+
 class Loan:
     """A session that is somebody's until :meth:`Pool.take_back`."""
 
@@ -80,7 +85,11 @@ class Pool:
         if (loan := self._take_at_hand()) is not None:
             return loan
         flight = self.flight
-        if flight is not None and flight.land() and (loan := self._take_at_hand()) is not None:
+        if (
+            flight is not None
+            and flight.land(FLIGHT_PATIENCE)
+            and (loan := self._take_at_hand()) is not None
+        ):
             return loan
         me = object()
         self._asking[me] = None

@@ -62,11 +62,6 @@ class Session:
         """True once the connection is gone; a session never reconnects."""
         return self._pgconn.status != pq.ConnStatus.OK
 
-    @property
-    def backend_pid(self) -> int:
-        """The number of the server's process."""
-        return self._pgconn.backend_pid
-
     def fileno(self) -> int:
         """The connection's socket."""
         return self._pgconn.socket
@@ -319,8 +314,8 @@ class Session:
             self._wait(deadline, writable=True)
 
     def _wait(self, deadline: float, *, writable: bool) -> None:
-        left = deadline - monotonic()
-        if left <= 0 or not wait_ready(self.fileno(), left, writable=writable):
+        # At least a look: this process may have been stopped, and the answer have long been there.
+        if not wait_ready(self.fileno(), deadline - monotonic(), writable=writable):
             raise psycopg.errors.ConnectionTimeout(
                 f"no answer from the server within {self._patience:g} seconds"
             )

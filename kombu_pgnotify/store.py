@@ -18,6 +18,7 @@ from .database import Database
 from .errors import PgnotifyError, StatementFailed
 from .flight import Flight
 from .messages import (
+    ALL,
     PUBLISHED,
     RELEASED,
     TOLD,
@@ -86,7 +87,7 @@ class MessageStore:
         """
         params = (queue, *self._row(message), message.persistent)
         call = (self._statements["publish"], params)
-        hints = self._announcements([queue], PUBLISHED)
+        hints = self._announcements([queue], PUBLISHED, TOLD)
         rows = self._database.run(call, hints=hints)[0]
         task_id, max_length = rows[0] if rows else (0, None)
         if max_length is not None:
@@ -97,7 +98,7 @@ class MessageStore:
         """Write one message into the queues that an exchange has for it, and tell live ones."""
         row = self._database.run(self._routing(exchange, routing_key, message))[0][0]
         routed, limited = _routed(row)
-        self.announce(routed.queues, PUBLISHED)
+        self.announce(routed.queues, PUBLISHED, TOLD)
         self._trim(limited)
         return routed
 
@@ -309,9 +310,9 @@ class MessageStore:
 
     # What follows a commit must not fail: the caller would take it that nothing was written.
 
-    def announce(self, queues: Sequence[str], what: str) -> None:
-        """Tell the consumers of `queues` what has happened, if that can be told."""
-        if hints := self._announcements(queues, what):
+    def announce(self, queues: Sequence[str], what: str, most: int = ALL) -> None:
+        """Tell the consumers of `queues`, of those who wait at most so many, what has happened."""
+        if hints := self._announcements(queues, what, most):
             try:
                 self._database.run(hints=hints)
             except PgnotifyError as exc:
@@ -385,7 +386,7 @@ class MessageStore:
         columns = ([f.task_id for f in fences], [f.delivery for f in fences])
         return self._statements[name], (*columns, *params)
 
-    def _announcements(self, queues: Sequence[str], what: str) -> list[Call]:
+    def _announcements(self, queues: Sequence[str], what: str, most: int = ALL) -> list[Call]:
         """Announce after the commit, never inside: a commit that notifies holds a lock of the
         whole cluster until its WAL is flushed."""
         if not self._options.notify:
@@ -394,5 +395,5 @@ class MessageStore:
         if what != PUBLISHED:
             # Those who are busy must know, too: it lies below what they have passed.
             return [(self._statements["announce"], (channel, what)) for channel in channels]
-        statement, rest = self._statements["announce_published"], (self._any_lock, TOLD, ())
+        statement, rest = self._statements["announce_published"], (self._any_lock, most)
         return [(statement, (channel, what, lock_of(channel), *rest)) for channel in channels]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psycopg
 
-from kombu_pgnotify.messages import PUBLISHED, Named, channel_of, lock_of
+from kombu_pgnotify.messages import PUBLISHED, channel_of, lock_of, named_in
 
 
 class Ear:
@@ -57,10 +57,10 @@ class Ear:
                 return found
             if notify.channel == self._mark:
                 continue  # another ear's
-            named = Named.parse(notify.payload)
+            named = named_in(notify.payload)
             if named is None:
                 found.append((self._names[notify.channel], notify.payload))
-            elif self._everybody or self._connection.info.backend_pid in named.told:
+            elif self._everybody or self._connection.info.backend_pid in named:
                 found.append((self._names[notify.channel], PUBLISHED))
         raise AssertionError("the mark never came")
 

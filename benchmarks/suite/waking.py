@@ -113,18 +113,15 @@ def claim_in_vain(consumers: int, count: int) -> Figures:
 
 def _count_empty_claims(crowd: Crowd, place: int) -> None:
     """From now on this process counts them (it was forked for that)."""
-    for name in ("claim", "take"):
-        setattr(MessageStore, name, _counting(getattr(MessageStore, name), crowd, place))
+    landed = MessageStore.landed
 
-
-def _counting(claim: Any, crowd: Crowd, place: int) -> Any:
-    @functools.wraps(claim)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        rows = claim(*args, **kwargs)
+    @functools.wraps(landed)
+    def counted(*args: Any) -> Any:
+        acknowledged, rows = landed(*args)
         crowd.counts[place] += not rows
-        return rows
+        return acknowledged, rows
 
-    return counted
+    setattr(MessageStore, "landed", counted)  # noqa: B010
 
 
 def _consume(crowd: Crowd, place: int) -> None:

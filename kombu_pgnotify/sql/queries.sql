@@ -135,24 +135,24 @@ SELECT envelope, payload FROM {schema}.broadcasts WHERE broadcast_id = $1;
 SELECT pg_notify($1, $2);
 
 -- name: announce_published
--- Tells up to $5 listeners of channel $1 that wait ($2: published) if anybody does, but for the server
--- processes $6, who have passed it on.  Who waits shares a lock: $3 for this channel, and is named to
--- all who hear it by its server process; or $4 for any, and then all are meant.  It runs after the
--- commit of what was published: who waits later looks later, and finds it.
+-- Tells listeners of channel $1 ($2: published) if anybody waits.  Who waits shares a lock: $3 for this
+-- channel, and then up to $5 of them are named by their server processes to all who hear it (all are
+-- meant if $5 is 0); or $4 for any, and then all are meant.  It runs after the commit of what was
+-- published: who waits later looks later, and finds it.
 SELECT pg_notify($1, $2 || told.whom)
 FROM (SELECT WHERE NOT (pg_try_advisory_xact_lock($3::bigint) AND pg_try_advisory_xact_lock($4::bigint))
       OFFSET 0) AS somebody
 CROSS JOIN LATERAL (
-    SELECT CASE WHEN pg_catalog.bool_or(for_any) THEN ''
-                ELSE ' ' || pg_catalog.array_to_string((pg_catalog.array_agg(pid ORDER BY pg_catalog.random()))[:$5::int], ',')
-                     || ' ' || pg_catalog.array_to_string($6::int[], ',') END AS whom
+    SELECT CASE WHEN $5::int = 0 OR pg_catalog.bool_or(for_any) THEN ''
+                ELSE ' ' || pg_catalog.array_to_string(
+                    (pg_catalog.array_agg(pid ORDER BY pg_catalog.random()))[:$5::int], ',') END AS whom
     FROM (SELECT pid, key = $4::bigint AS for_any
           FROM (SELECT pid, (classid::bigint << 32) | objid::bigint AS key
                 FROM pg_catalog.pg_locks
                 WHERE locktype = 'advisory' AND objsubid = 1 AND mode = 'ShareLock' AND granted
                   AND database = (SELECT oid FROM pg_catalog.pg_database
                                   WHERE datname = current_database())) AS shared
-          WHERE key IN ($3::bigint, $4::bigint) AND pid <> ALL ($6::int[])) AS waiting
+          WHERE key IN ($3::bigint, $4::bigint)) AS waiting
 ) AS told
 WHERE told.whom IS NOT NULL;
 

@@ -1,7 +1,8 @@
-"""Who is told of a message: few of those who wait, and whoever cannot take it passes it on."""
+"""Who is told of a message: one of those who wait, and soon all if it does not take it."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,9 +114,7 @@ def test_of_many_who_wait_one_looks(
     )
 
 
-def test_who_finds_more_than_it_takes_passes_it_on(
-    work: Any, connect: Connect, queue: str, all_wait: Any
-) -> None:
+def test_of_a_batch_all_are_told(work: Any, connect: Connect, queue: str, all_wait: Any) -> None:
     workers = [work(prefetch=2) for _ in range(4)]
     all_wait(4)
     wait_until(lambda: idle(*workers))
@@ -126,7 +125,7 @@ def test_who_finds_more_than_it_takes_passes_it_on(
     wait_until(lambda: delivered(*workers) == list(range(8)))
 
 
-def test_who_has_its_fill_passes_it_on(work: Any, send: Send, all_wait: Any) -> None:
+def test_all_are_told_if_it_has_its_fill(work: Any, send: Send, all_wait: Any) -> None:
     workers = [work(prefetch=1) for _ in range(4)]
     all_wait(4)
     wait_until(lambda: idle(*workers))
@@ -136,7 +135,7 @@ def test_who_has_its_fill_passes_it_on(work: Any, send: Send, all_wait: Any) -> 
     wait_until(lambda: delivered(*workers) == list(range(4)))
 
 
-def test_who_stands_still_passes_it_on(work: Any, send: Send, all_wait: Any) -> None:
+def test_all_are_told_if_it_stands_still(work: Any, send: Send, all_wait: Any) -> None:
     """A solo worker is told while it runs a task of an hour."""
     hour = threading.Event()
 
@@ -158,16 +157,37 @@ def test_who_stands_still_passes_it_on(work: Any, send: Send, all_wait: Any) -> 
         hour.set()
 
 
-def test_who_stops_passes_it_on(work: Any, send: Send, all_wait: Any) -> None:
-    stopping, other = work(), work()
+def test_what_is_told_to_somebody_who_has_gone_is_told_to_all(
+    work: Any, send: Send, all_wait: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, other = work(), work()
     all_wait(2)
-    wait_until(lambda: idle(stopping, other))
-    consumption = stopping.consumption
-    (watch,) = consumption._watches.all()
-    (consumer,) = consumption._consumers.all()
-    # It was told, and is cancelled before it has looked.
-    consumption._watches._named.add(watch.channel)
-    passed: list[str] = []
-    consumption._broker.listener.pass_on = passed.append
-    consumption.cancel(consumer)
-    assert passed == [watch.channel]
+    wait_until(lambda: idle(gone, other))
+    # It does not come to look any more, and has not given up its place yet.
+    monkeypatch.setattr(gone.consumption, "named", lambda *_, **__: None)
+    monkeypatch.setattr(gone.consumption, "notified", lambda *_: None)
+    monkeypatch.setattr(gone.consumption, "unseen", lambda _: True)
+    for n in range(10):
+        send(n)
+        wait_until(lambda: len(other.got.messages) == n + 1)  # noqa: B023
+
+
+def test_who_works_between_two_drains_holds_up_nobody(
+    connect: Connect, inbox: Any, work: Any, queue: str, send: Send, all_wait: Any
+) -> None:
+    """It still says that it waits."""
+    connection = connect(polling_interval=FAR + 100)
+    busy = inbox(connection, queue)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            connection.drain_events(timeout=0.01)
+        looks = [w.look_at for w in connection.transport.consumption._watches.all()]
+        if all(look > consumers_module.monotonic() + 5 for look in looks):
+            break
+    other = work()
+    all_wait(2)
+    wait_until(lambda: idle(other))
+    for n in range(10):
+        send(n)
+        wait_until(lambda: len(other.got.messages) == n + 1)  # noqa: B023
+    assert busy.messages == []
