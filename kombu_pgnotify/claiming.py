@@ -130,14 +130,17 @@ class Claims:
         """Wait for the claims under way, hold what they bring, give back what nobody wants.
 
         Arguments:
-            answered_only: do not wait, but for what nobody wants.
+            answered_only: do not wait.
         """
         for claim in list(self._all):
             if not claim.noted:
-                if answered_only and claim.wanted() and not claim.answered():
+                if answered_only and not claim.answered():
                     continue
                 self._note(claim)
-            if not claim.wanted():
+            if not claim.leases:
+                # Nothing to look after until it is collected.
+                self._all.remove(claim)
+            elif not claim.wanted():
                 self._all.remove(claim)
                 for lease in claim.leases:
                     if self._leases.get(lease.fence) is lease:

@@ -84,11 +84,9 @@ class LeaseKeeper:
         self._flushing: int | None = None
         self._warned_at = float("-inf")
 
-    def claim(
-        self, queue_name: str, call: Call, asked_at: float
-    ) -> tuple[list[Claimed], list[Lease]]:
+    def claim(self, name: str, call: Call, asked_at: float) -> tuple[list[Claimed], list[Lease]]:
         """:meth:`start_claim` and :meth:`collect` at once."""
-        return self.collect(self.start_claim(queue_name, call, asked_at))
+        return self.collect(self.start_claim(name, call, asked_at))
 
     def start_claim(
         self,
@@ -104,8 +102,6 @@ class LeaseKeeper:
         collect it.
 
         Arguments:
-            call: the claim.
-            asked_at: monotonic time.
             wanted: returns False once nobody will collect it.
             landed: called when somebody else than :meth:`collect` has read the answer.
 
@@ -182,8 +178,7 @@ class LeaseKeeper:
         self._inbox.put(None)
 
     def settle_soon(self) -> None:
-        """Ask the thread to settle what nobody else has settled within ACK_PATIENCE; takes no
-        lock and does no I/O."""
+        """Ask the thread to settle within ACK_PATIENCE what nobody has; as :meth:`hurry`."""
         if not self._impatient:
             self._impatient = True
             self._inbox.put(None)
@@ -269,8 +264,8 @@ class LeaseKeeper:
     def _known(self) -> set[int]:
         """Return the ids of all that this process holds."""
         # In this order: what is settled meanwhile moves from the first to the second.
-        known = {fence.task_id for fence in list(self._leases)}
-        return known | {item.lease.fence.task_id for item in list(self._outbox)}
+        held = [*list(self._leases), *(item.lease.fence for item in list(self._outbox))]
+        return {fence.task_id for fence in held}
 
     def _settle_batch(self) -> None:
         batch: list[Settlement] = []
@@ -320,9 +315,8 @@ class LeaseKeeper:
         with self._thread_lock:
             # The outbox twice: a flush at work has emptied it and may fill it again, before it
             # says that it has ended.
-            busy = self._leases or self._claims or self._flushing is not None
-            flushing = self._outbox or busy
-            if flushing or self._outbox or not self._inbox.empty():
+            busy = self._outbox or self._leases or self._claims or self._flushing is not None
+            if busy or self._outbox or not self._inbox.empty():
                 return False
             self._thread = None
             self._inbox.close()
@@ -343,29 +337,35 @@ class LeaseKeeper:
         if forsaken:
             logger.info("lease.forsaken released=%d", forsaken)
         if self._hurried or forsaken:
-            # Before the work: what is asked for meanwhile is another round's.
-            self._hurried = False
-            self._unless_locked(self.flush)
+            self._unless_locked(self._flush_soon)
 
-    def _clear_up(self) -> None:
+    def _clear_up(self) -> bool:
+        """True unless a claim is unanswered: it may wait for a lock, and renewals must not."""
         with self._locked():
-            # A claim that waits for somebody's lock must not hold up renewals.
             self._claims.note_all(answered_only=True)
-            if not self._claims.under_way:
+            if self._claims.under_way:
+                return False
+            if self._leases or self._outbox:
                 self._aftermath.clear_up(self._known)
+            return True
+
+    def _flush_soon(self) -> None:
+        self._hurried = not self._clear_up()
+        if not self._hurried:
+            self.flush()
 
     def _settle_overdue(self) -> None:
         """Settle what no loop has come to settle."""
         patience = ACK_PATIENCE if self._impatient else self._round / 2
         if self._outbox and monotonic() - self._outbox[0].since >= patience:
-            self._unless_locked(self.flush)
+            self._unless_locked(self._flush_soon)
         if self._impatient:
             # In this order: who notes something now sees that he must ask, or is seen here.
             self._impatient = False
             if self._outbox:
                 self._impatient = True
 
-    def _unless_locked(self, work: Callable[[], None]) -> None:
+    def _unless_locked(self, work: Callable[[], object]) -> None:
         """Do work that needs the lock; if somebody keeps it, the next round tries again."""
         if self._flush_lock.acquire(timeout=min(LOCK_PATIENCE, self._round / 4)):
             try:

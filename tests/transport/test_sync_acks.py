@@ -192,3 +192,31 @@ def test_a_full_consumer_that_is_told_to_stop_does_not_spin(
     monkeypatch.setattr(consumption_module, "is_stopping", lambda: True)
     assert not consumption.deliver_one(one_by_one=True)
     assert consumption.next_look() >= 0.01
+
+
+def test_an_interrupted_claim_is_neither_lost_nor_kept(
+    connection: Connection,
+    inbox: Any,
+    send: Send,
+    drain: Drain,
+    queue: str,
+    wait_rows: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By gevent.Timeout, say, or the handler of an alarm."""
+    send(*range(20))
+    got = inbox(connection, queue, prefetch=4, on_message=Message.ack)
+    drain(connection, lambda: len(got.messages) == 3)
+    keeper = connection.transport.broker.keeper
+
+    def interrupted(_claim: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drain(connection, lambda: len(got.messages) == 20)
+    drain(connection, lambda: len(got.messages) == 20)
+    assert sorted(got.bodies) == list(range(20))
+    wait_rows(0, 0)
+    wait_until(lambda: not keeper._claims)
