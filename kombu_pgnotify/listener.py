@@ -239,6 +239,8 @@ class _Ear:
             sooner = min(leave_at or math.inf, now + self._listener.linger)
             leave_at = None if self._listener.wanted else sooner
             if leave_at is not None and now >= leave_at:
+                self._due = dict.fromkeys(self._due, now)
+                self._tell_all_of_unseen()
                 return
             until = min(self._check_at, leave_at or self._check_at, *self._due.values())
             wait_any((session.fileno(), waker.fileno()), until - monotonic())
