@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import wait_until
-from kombu import Connection
+from kombu import Connection, Producer
 from kombu.asynchronous import Hub
 
 from kombu_pgnotify import consumers as consumers_module
@@ -114,6 +114,7 @@ def test_of_many_who_wait_one_looks(
     )
 
 
+@pytest.mark.skipif(not hasattr(Producer, "batch"), reason="this kombu has no batches")
 def test_of_a_batch_all_are_told(work: Any, connect: Connect, queue: str, all_wait: Any) -> None:
     workers = [work(prefetch=2) for _ in range(4)]
     all_wait(4)
