@@ -157,6 +157,8 @@ class Fetcher:
             watch.promote_now = now >= watch.promote_at
             self.note_busy(watch, now)
         elif outlook is Outlook.UNSURE:
+            # Whatever is left lies below, and is looked for here before long.
+            self._seen_empty(watch.channel)
             self.look_later(watch, watch.cursor.due_from_start())
         else:
             watch.seen_empty, watch.busy_since = True, None

@@ -29,7 +29,7 @@ NOTIFY_QUEUE_FILLS = 0.5
 LINGER = 5.0
 
 #: Seconds within which a consumer that was named has looked, or everybody is told.
-SEEN_WITHIN = 0.01
+SEEN_WITHIN = 0.02
 
 #: Locks by which a connection says for which channels it waits; with more of them, one stands for
 #: all.  The server counts on 64 for each of its connections (max_locks_per_transaction).
