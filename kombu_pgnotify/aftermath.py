@@ -63,6 +63,11 @@ class Aftermath:
         self._claimed_from.discard(queue)
 
     @property
+    def unanswered(self) -> bool:
+        """True if a claim was not answered, or is under way."""
+        return bool(self._claimed_from)
+
+    @property
     def pending(self) -> bool:
         """True if a claim was not answered, or an acknowledgement may not be on disk yet."""
         return bool(self._claimed_from or self._acknowledged)

@@ -203,8 +203,10 @@ class Watches(dict[str, Watch]):
                 if watch.channel == channel:
                     watch.look_at = min(watch.look_at, when)
                     watch.seen_empty = False
-        while self._news:
-            channel, from_start = self._news.popitem()
+        for channel in list(self._news):
+            # Before it is taken, so that no look that began before counts.
+            self._unseen[channel] = None
+            from_start = self._news.pop(channel)
             for watch in self.all():
                 if watch.channel == channel:
                     watch.look_at = 0.0

@@ -202,7 +202,7 @@ class LeaseKeeper:
             return
         with self._locked():
             self._claims.note_all()
-            if self._outbox:
+            if self._outbox or self._aftermath.unanswered:
                 self._aftermath.clear_up(self._known)
             while self._outbox:
                 self._settle_batch()
@@ -292,11 +292,10 @@ class LeaseKeeper:
             try:
                 self._listen_inside()
                 self._renew_due(monotonic())
-                if self._claims or (self._leases and self._aftermath.pending):
+                if self._claims or self._aftermath.pending:
                     self._unless_locked(self._clear_up)
                 self._settle_overdue()
             except PgnotifyError as exc:
-                # From now on at the usual pace.
                 self._impatient = False
                 self._warn(exc)
             except IndexError:
@@ -326,7 +325,8 @@ class LeaseKeeper:
         """Wait for this process's own messages, at most a round."""
         forsaken = 0
         try:
-            lease = self._inbox.get(ACK_PATIENCE if self._impatient else self._round)
+            wait = ACK_PATIENCE if self._impatient or self._hurried else self._round
+            lease = self._inbox.get(wait)
             while True:
                 if lease is not None and self._leases.get(lease.fence) is lease:
                     forsaken += 1
@@ -345,11 +345,12 @@ class LeaseKeeper:
             self._claims.note_all(answered_only=True)
             if self._claims.under_way:
                 return False
-            if self._leases or self._outbox:
+            if self._leases or self._outbox or self._aftermath.unanswered:
                 self._aftermath.clear_up(self._known)
             return True
 
     def _flush_soon(self) -> None:
+        self._hurried = False
         self._hurried = not self._clear_up()
         if not self._hurried:
             self.flush()
@@ -393,8 +394,5 @@ class LeaseKeeper:
         if now - self._warned_at >= _WARN_EVERY:
             self._warned_at = now
             logger.warning(
-                "keeper.unavailable held=%d unsettled=%d: %s",
-                len(self._leases),
-                len(self._outbox),
-                exc,
+                "keeper.unavailable held=%d unsettled=%d: %s", self.held, len(self._outbox), exc
             )
