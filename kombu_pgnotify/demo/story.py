@@ -256,14 +256,16 @@ class Demo:
     def _wait(self, condition: Callable[[], T | None], worker: Worker, what: str) -> T:
         """Wait until the condition gives something true and return that."""
         deadline = time.monotonic() + PATIENCE
-        while not (result := condition()):
+        while True:
+            self._signals.check()
+            if result := condition():
+                return result
             if worker.returncode is not None:
                 code = worker.returncode
                 raise DemoFailed(f"{worker.name} ended (exit code {code}), waiting for {what}.")
             if time.monotonic() > deadline:
                 raise DemoFailed(f"{PATIENCE:.0f} seconds were not enough for {what}.")
             time.sleep(POLL_INTERVAL)
-        return result
 
 
 def _configure(url: str, schema: str) -> None:

@@ -26,8 +26,10 @@ SELECT exchange_type FROM {schema}.exchanges WHERE exchange_name = $1;
 SELECT exchange_name FROM {schema}.exchanges ORDER BY exchange_name;
 
 -- name: lock_exchange
--- Keeps others from binding to exchange $1: before the statement that looks what is bound to it.
-SELECT FROM {schema}.exchanges WHERE exchange_name = $1 FOR UPDATE;
+-- Keeps others from binding to exchange $1: before the statement that looks what is bound to it,
+-- and that leaves alone an exchange that is declared only between the two.
+SELECT set_config('kombu_pgnotify.locked', 'on', true)
+FROM (SELECT FROM {schema}.exchanges WHERE exchange_name = $1 FOR UPDATE) AS locked;
 
 -- name: delete_exchange
 -- Deletes exchange $1 with its bindings; with $2 only if it has none.  Returns the live queues
@@ -37,6 +39,7 @@ WITH bound AS MATERIALIZED (
 ), deleted AS (
     DELETE FROM {schema}.exchanges
     WHERE exchange_name = $1 AND NOT ($2::boolean AND EXISTS (SELECT FROM bound))
+      AND current_setting('kombu_pgnotify.locked', true) = 'on'
     RETURNING 1
 ), told AS (
     UPDATE {schema}.queues AS q SET live = false, binding_version = binding_version + 1
@@ -144,6 +147,8 @@ WITH locked AS MATERIALIZED (
 ), unbound AS (
     DELETE FROM {schema}.bindings
     WHERE queue_name = $1 AND exchange_name = $2 AND routing_key = $3
+      -- The queue before its bindings, as whoever deletes it locks them.
+      AND EXISTS (SELECT FROM locked)
     RETURNING 1
 ), silenced AS (
     UPDATE {schema}.queues SET live = false, binding_version = binding_version + 1

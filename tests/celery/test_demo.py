@@ -200,7 +200,7 @@ def test_a_signal_leaves_no_schema(start_demo, server, database_name):
     demo = start_demo("--url", server.url(database_name))
     demo.read("finished")
     demo.process.send_signal(signal.SIGINT)
-    assert demo.end() == 130
+    assert demo.end() == 130, demo.output
     question = "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'pgnotify%'"
     assert server.run_sql(question, database_name) == []
 
@@ -211,7 +211,7 @@ def test_a_worker_that_dies(start_demo):
     children = psutil.Process(demo.process.pid).children()
     (worker,) = [child for child in children if "celery" in child.cmdline()]
     os.killpg(worker.pid, signal.SIGKILL)
-    assert demo.end() == 1
+    assert demo.end() == 1, demo.output
     assert re.search(r"The demo failed: worker1 ended \(exit code -9\), waiting for", demo.output)
     assert "The worker's log ends with:" in demo.output
     assert "worker1@" in demo.output.partition("log ends with:")[2]
@@ -220,7 +220,7 @@ def test_a_worker_that_dies(start_demo):
 
 def test_a_server_that_does_not_answer(start_demo):
     demo = start_demo("--url", f"pgnotify://me:{SECRET}@127.0.0.1:1/db")
-    assert demo.end() == 1
+    assert demo.end() == 1, demo.output
     assert "Connection refused" in demo.output
     assert SECRET not in demo.output
     assert "Traceback" not in demo.output

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psycopg
 import pytest
 from fix_proxy import Proxy
 from helpers import wait_until
@@ -456,6 +457,46 @@ def test_a_thousand_queues_that_come_and_go_leave_nothing(
     assert empty(sql)
     assert broker.housekeeper._declarations == {}
     assert caplog.text == ""
+
+
+# -- who locks what first
+
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+LOCK = "SELECT FROM pgnotify.queues WHERE queue_name = 'queue' FOR UPDATE"
+
+
+def test_unbinding_waits_for_who_deletes_the_queue_and_holds_nothing_meanwhile(
+    broker: Broker, sql: Sql, database: str
+) -> None:
+    declare(broker, "queue", ("x", "a"))
+    with psycopg.connect(database) as other, ThreadPoolExecutor(1) as pool:
+        other.execute(LOCK)
+        unbound = pool.submit(broker.topology.unbind, "queue", "x", "a")
+        wait_until(lambda: sql(WAITING) == [(1,)])
+        # What the deletion of a queue does next: a deadlock, if unbinding began there.
+        other.execute("DELETE FROM pgnotify.bindings")
+        other.commit()
+        unbound.result(10)
+
+
+def test_an_exchange_declared_after_one_has_looked_for_it_is_not_deleted(
+    broker: Broker, sql: Sql, database: str
+) -> None:
+    """Somebody may have bound to it since: the queues to be told are not known."""
+    sql("DELETE FROM pgnotify.exchanges")
+    broker.topology.declare_exchange("x", "topic", durable=True)
+    listing = "SELECT exchange_name, exchange_type FROM pgnotify.exchanges"
+    with psycopg.connect(database) as connection, ThreadPoolExecutor(1) as pool:
+        connection.execute("DELETE FROM pgnotify.exchanges")
+        deleted = pool.submit(broker.topology.delete_exchange, "x")
+        # It waits for the first `x`, and then does not see the second one.
+        wait_until(lambda: sql(WAITING) == [(1,)])
+        connection.execute("INSERT INTO pgnotify.exchanges VALUES ('x', 'direct', true)")
+        connection.commit()
+        deleted.result(10)
+    assert sql(listing) == [("x", "direct")]
+    broker.topology.delete_exchange("x")
+    assert sql(listing) == []
 
 
 def test_all_at_once_on_the_same_queues_and_exchanges_nobody_blocks_anybody(

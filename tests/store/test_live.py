@@ -522,14 +522,18 @@ def test_a_binding_made_while_it_goes_live_is_not_overlooked(
 
 
 def test_what_is_unbound_is_not_heard_although_others_still_are_told(
-    broker: Broker, make_reader: Callable[..., Reader], live: Callable[[], list[str]]
-) -> None:
+    broker: Broker, make_reader: Callable[..., Reader], live: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     one, two = make_reader(), make_reader()
     declare(one.broker, "one", ("x", "a"), ("x", "b"), kind="topic")
     declare(two.broker, "two", ("x", "a"), kind="topic")
     start(one, "one", live)
     start(two, "two", live)
+    told: list[str] = []
+    monkeypatch.setattr(broker.topology, "announce_bound", told.append)
     broker.topology.unbind("one", "x", "a")
+    assert told == ["one"], "its consumer is told"
     tell(broker, b"for two", key="a")
     tell(broker, b"for one", key="b")
     one.read_until(lambda: b"for one" in one.bodies)
