@@ -13,6 +13,7 @@ from fix_postgres import Server
 from fix_proxy import Proxy
 from helpers import wait_until
 
+from kombu_pgnotify import keeper as keeper_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
 from kombu_pgnotify.errors import DatabaseUnavailable
@@ -58,23 +59,28 @@ def again(action: Callable[[], Any]) -> Any:
 
 
 def lose_the_answer(broker: Broker, proxy: Proxy, server: Server, name: str) -> None:
-    """Have a claim carried out whose answer never comes: it waits while the connection goes."""
+    """Have a claim of three carried out whose answer never comes: the network stands still."""
+    ((leased,),) = server.run_sql(LEASED, name)
+    failures: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            claim(broker, 3)
+        except DatabaseUnavailable as exc:
+            failures.append(exc)
+
+    claimer = threading.Thread(target=attempt)
     with psycopg.connect(server.url(name)) as holder:
         holder.execute("LOCK TABLE pgnotify.tasks IN EXCLUSIVE MODE")
-        failures: list[Exception] = []
-
-        def attempt() -> None:
-            try:
-                claim(broker, 3)
-            except DatabaseUnavailable as exc:
-                failures.append(exc)
-
-        claimer = threading.Thread(target=attempt)
         claimer.start()
         wait_until(lambda: server.run_sql(WAITING, name) == [(1,)])
-        proxy.cut()
-        claimer.join(20)
-        assert len(failures) == 1
+        proxy.freeze()
+    # Before the connection goes: who learns of that looks at once what there is to release.
+    wait_until(lambda: server.run_sql(LEASED, name) == [(leased + 3,)])
+    proxy.cut()
+    proxy.thaw()
+    claimer.join(20)
+    assert len(failures) == 1
 
 
 def test_an_unanswered_claim_is_released_before_the_next_one(
@@ -83,7 +89,6 @@ def test_an_unanswered_claim_is_released_before_the_next_one(
     broker = make_broker(proxy.url(database_name), visibility_timeout=3600)
     publish(broker, 5)
     lose_the_answer(broker, proxy, server, database_name)
-    wait_until(lambda: server.run_sql(LEASED, database_name) == [(3,)])
     rows, _ = again(lambda: claim(broker))
     assert [row.payload for row in rows] == [b"0", b"1", b"2", b"3", b"4"]
     # Nobody has seen the first delivery: it is no attempt.
@@ -106,6 +111,71 @@ def test_the_keeper_of_a_process_that_holds_something_releases_it_for_others(
     assert broker.keeper.holds(held)
     other = make_broker(visibility_timeout=3600)
     assert len(claim(other)[0]) == 3
+
+
+def test_the_keeper_of_a_process_that_holds_nothing_releases_it_too(
+    make_broker: MakeBroker,
+    proxy: Proxy,
+    server: Server,
+    database_name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its next claim may never come: its consumer has been cancelled."""
+    broker = make_broker(proxy.url(database_name), visibility_timeout=3600)
+    publish(broker, 3)
+    lose_the_answer(broker, proxy, server, database_name)
+    assert broker.keeper.held == 0
+    wait_until(lambda: "claim.unanswered queue='queue' released=3" in caplog.text)
+    assert server.run_sql(LEASED, database_name) == [(0,)]
+
+
+def test_the_end_of_a_process_that_holds_nothing_releases_it_too(
+    make_broker: MakeBroker,
+    proxy: Proxy,
+    server: Server,
+    database_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The keeper's thread does not come to it.
+    monkeypatch.setattr(keeper_module, "ROUND", 3600)
+    broker = make_broker(proxy.url(database_name), visibility_timeout=6 * 3600)
+    publish(broker, 3)
+    lose_the_answer(broker, proxy, server, database_name)
+    assert broker.keeper.held == 0
+    broker.close()
+    assert server.run_sql(LEASED, database_name) == [(0,)]
+
+
+def test_leases_are_renewed_although_it_cannot_be_released(
+    make_broker: MakeBroker,
+    proxy: Proxy,
+    server: Server,
+    database_name: str,
+    sql: Callable[..., list[tuple[Any, ...]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A keeper that was told to hurry fails in every round, and renews in between."""
+    broker = make_broker(proxy.url(database_name), visibility_timeout=2)
+    publish(broker, 4)
+    _, (held,) = claim(broker, 1)
+    sql(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql"
+        " AS $$ BEGIN RAISE 'not released' USING ERRCODE = '23514'; END $$"
+    )
+    sql(
+        "CREATE TRIGGER refuse BEFORE UPDATE ON pgnotify.tasks FOR EACH ROW"
+        " WHEN (NEW.lease_worker_id IS NULL) EXECUTE FUNCTION refuse()"
+    )
+    lose_the_answer(broker, proxy, server, database_name)
+    broker.keeper.hurry()
+    asked_at = held.renewed_at
+    # Longer than the lease would have lasted.
+    wait_until(lambda: held.renewed_at > asked_at + 2)
+    assert broker.keeper.holds(held)
+    assert "not released" in caplog.text
+    assert sql(LEASED) == [(4,)]
+    sql("DROP TRIGGER refuse ON pgnotify.tasks")
+    wait_until(lambda: sql(LEASED) == [(1,)])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import psycopg
 import pytest
 from helpers import wait_until
 
+from kombu_pgnotify import keeper as keeper_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claiming import Claim
 from kombu_pgnotify.claims import ClaimCursor
@@ -101,7 +102,7 @@ def test_the_thread_renews_what_nobody_has_collected_yet(make_broker: MakeBroker
     assert broker.keeper.holds(lease)
 
 
-def hang(broker: Broker, locked: psycopg.Connection[Any]) -> tuple[Claim, Lease]:
+def hang(broker: Broker, locked: psycopg.Connection[Any], **options: Any) -> tuple[Claim, Lease]:
     """Begin a claim that waits for somebody's lock; return it, and a lease held meanwhile."""
     publish(broker, 3)
     _, (acked, held) = broker.keeper.collect(start(broker, 2))
@@ -109,7 +110,7 @@ def hang(broker: Broker, locked: psycopg.Connection[Any]) -> tuple[Claim, Lease]
         "SELECT FROM pgnotify.tasks WHERE task_id = %s FOR UPDATE", [acked.fence.task_id]
     )
     broker.keeper.settle(acked, Outcome.ACKNOWLEDGED)
-    return start(broker), held
+    return start(broker, **options), held
 
 
 def test_a_claim_that_waits_for_a_lock_holds_up_neither_renewals_nor_publishers(
@@ -126,6 +127,35 @@ def test_a_claim_that_waits_for_a_lock_holds_up_neither_renewals_nor_publishers(
     rows, _ = broker.keeper.collect(claim)
     assert b"2" in [row.payload for row in rows]
     wait_until(lambda: sql(OURS) == [(1,)])
+
+
+def test_the_thread_gives_back_what_nobody_wants_as_soon_as_the_answer_comes(
+    make_broker: MakeBroker,
+    locked: psycopg.Connection[Any],
+    sql: Sql,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody tells the thread that it has come, and a round is too long to wait for it."""
+    monkeypatch.setattr(keeper_module, "ROUND", 3600)
+    broker = make_broker(visibility_timeout=6 * 3600)
+    wanted = [True]
+    claim, _ = hang(broker, locked, wanted=lambda: wanted[0])
+    looks: list[bool] = []
+
+    def answered() -> bool:
+        looks.append(Claim.answered(claim))
+        return looks[-1]
+
+    monkeypatch.setattr(claim, "answered", answered)
+    wanted[0] = False
+    broker.keeper.hurry()
+    # It has been told, and could do nothing yet.
+    wait_until(lambda: looks)
+    assert not any(looks)
+    locked.rollback()
+    # All but what is held meanwhile.
+    wait_until(lambda: sql(LEASED) == [(1,)])
+    assert sql(LEFT) == [(2,)]
 
 
 def test_a_claim_that_is_refused_gives_its_acknowledgements_back(

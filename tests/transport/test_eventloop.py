@@ -15,7 +15,15 @@ from helpers import wait_until
 from kombu import Connection, Message
 from kombu.asynchronous import Hub
 
-from kombu_pgnotify import broker as brokers, claiming, claims, consumers, eventloop, qos
+from kombu_pgnotify import (
+    broker as brokers,
+    claiming,
+    claims,
+    consumers,
+    eventloop,
+    listener,
+    qos,
+)
 from kombu_pgnotify.messages import channel_of, lock_of
 
 Connect = Callable[..., Connection]
@@ -568,6 +576,41 @@ def test_what_is_announced_while_a_claim_is_under_way_is_not_forgotten(
         patch.setattr(claiming.Claim, "answered", lambda _: False)
         hub.run_once()
     drive(lambda: got.bodies == [1, 2])
+
+
+def test_a_look_that_began_before_one_was_named_does_not_count_as_having_seen_it(
+    looped: Any,
+    inbox: Any,
+    send: Send,
+    queue: str,
+    drive: Drive,
+    waited_for: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else nobody else is told of a message that was published behind it."""
+    # Nobody tells us of it a second time.
+    monkeypatch.setattr(listener, "SEEN_WITHIN", 3600)
+    connection = looped()
+    got = inbox(connection, queue, prefetch=4)
+    drive(waited_for)
+    send(1)
+    drive(lambda: len(got.messages) == 1)
+    consumption, channel = connection.transport.consumption, channel_of("pgnotify", queue)
+    # Until the lease of the first, at the most.
+    drive(lambda: consumption._watches[queue].look_at > time.monotonic() + 5)
+    consumption.resync(frozenset([channel]))
+    drive(lambda: consumption.claim)
+    before = consumption.claim
+    wait_until(before.answered)
+    send(2)
+    wait_until(lambda: consumption._watches._news)
+    assert consumption.unseen(channel)
+    drive(lambda: consumption.claim is not before)
+    assert got.bodies == [1]
+    assert consumption.unseen(channel)
+    # The next look does.
+    drive(lambda: not consumption.unseen(channel))
+    assert got.bodies == [1, 2]
 
 
 def test_two_connections_share_a_hub(
