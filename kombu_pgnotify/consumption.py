@@ -314,9 +314,10 @@ class Consumption:
             # Who sets no limit may take one message and stop: hoard nothing for it.
             limit = 1
         self._consumers.took()
-        self._buffer.extend(self._fetcher.look(watch, taker, limit))
-        if one_by_one or taker.credit().idle:
-            # There is nothing else to do.
+        # When there is nothing else to do.
+        at_once = one_by_one or taker.credit().idle
+        self._buffer.extend(self._fetcher.look(watch, taker, limit, at_once=at_once))
+        if at_once:
             self._collect(wait=True)
         return bool(self._buffer)
 

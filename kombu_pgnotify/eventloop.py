@@ -18,6 +18,9 @@ from .waker import Waker
 #: inside them, and an ack must not wait for the next task.
 TURN = 0.01
 
+#: Seconds that a planned look may come late: the same moment, reckoned twice from now, differs.
+SLACK = 0.001
+
 
 class HubLink:
     """Claims, delivers and settles once per iteration of a hub.
@@ -157,7 +160,7 @@ class HubLink:
             return
         due = monotonic() + seconds
         if self._timer is not None:
-            if self._timer_due <= due:
+            if self._timer_due <= due + SLACK:
                 # Too early does no harm: it looks, and plans anew.
                 return
             self._timer.cancel()

@@ -80,10 +80,16 @@ class Fetcher:
         """Nobody will collect it: the keeper gives back what it brings."""
         if self._fetch is not None:
             self._fetch = None
+            self._broker.keeper.look_after()
             self._broker.keeper.hurry()
 
-    def look(self, watch: Watch, taker: Consumer, limit: int) -> list[Entry]:
+    def look(
+        self, watch: Watch, taker: Consumer, limit: int, *, at_once: bool = False
+    ) -> list[Entry]:
         """Look at one queue for `taker`; return what is gone from it, else begin to claim.
+
+        Arguments:
+            at_once: the caller collects the claim before it does anything else.
 
         What one queue's rows make the server refuse must not end the others' worker.
         """
@@ -98,7 +104,7 @@ class Fetcher:
             return (
                 self._take(watch, taker, limit)
                 if taker.no_ack
-                else self._start(watch, taker, limit)
+                else self._start(watch, taker, limit, at_once)
             )
         except StatementFailed as exc:
             self._refused(watch, exc)
@@ -118,17 +124,12 @@ class Fetcher:
         except StatementFailed as exc:
             self._refused(fetch.watch, exc)
             return []
-        except BaseException:
-            # Whoever interrupts the wait does not come back for it.
-            fetch.claim.abandoned = True
-            self._broker.keeper.hurry()
-            raise
         finally:
             self._fetch = None
         self._learn(fetch.watch, rows, fetch.limit, fetch.claim.asked_at)
         return self._fit(fetch.taker, rows, leases)
 
-    def _start(self, watch: Watch, taker: Consumer, limit: int) -> list[Entry]:
+    def _start(self, watch: Watch, taker: Consumer, limit: int, at_once: bool) -> list[Entry]:
         broker, now = self._broker, monotonic()
         ranges = watch.cursor.next_ranges(now)
         claim = broker.keeper.start_claim(
@@ -137,6 +138,7 @@ class Fetcher:
             now,
             wanted=lambda: taker.active and not is_stopping(),
             landed=self._wake,
+            at_once=at_once,
         )
         self._fetch = _Fetch(watch, taker, limit, claim)
         return []

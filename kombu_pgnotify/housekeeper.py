@@ -19,7 +19,7 @@ from .waker import Inbox
 logger = logging.getLogger(__name__)
 
 #: Seconds between two rounds; shorter where a queue in use lasts less than three of them.
-ROUND = 3.0
+ROUND = 5.0
 
 #: … but not less than this, in seconds.
 SHORTEST_ROUND = 0.2

@@ -41,7 +41,7 @@ LOCK_PATIENCE = 0.1
 #: has more of them: should the next one take long, the thread sends it.
 ACK_PATIENCE = 0.02
 
-#: Leases settled or renewed by one statement.
+#: Leases settled by one statement.
 _CHUNK = 1000
 
 #: Seconds between two warnings that the database is still away.
@@ -86,7 +86,7 @@ class LeaseKeeper:
 
     def claim(self, name: str, call: Call, asked_at: float) -> tuple[list[Claimed], list[Lease]]:
         """:meth:`start_claim` and :meth:`collect` at once."""
-        return self.collect(self.start_claim(name, call, asked_at))
+        return self.collect(self.start_claim(name, call, asked_at, at_once=True))
 
     def start_claim(
         self,
@@ -95,6 +95,7 @@ class LeaseKeeper:
         asked_at: float,
         wanted: Callable[[], bool] = lambda: True,
         landed: Callable[[], None] = lambda: None,
+        at_once: bool = False,
     ) -> Claim:
         """Send a claim, with the acknowledgements noted so far.
 
@@ -102,6 +103,7 @@ class LeaseKeeper:
         collect it.
 
         Arguments:
+            at_once: it is collected before anything else is done: a poll needs no thread.
             wanted: returns False once nobody will collect it.
             landed: called when somebody else than :meth:`collect` has read the answer.
 
@@ -120,9 +122,14 @@ class LeaseKeeper:
             except BaseException:
                 self._outbox.put_back(acks)
                 raise
+        if not at_once:
+            self.look_after()
+        return claim
+
+    def look_after(self) -> None:
+        """Have the thread see to the claims that nobody may come back for."""
         with self._thread_lock:
             self._start()
-        return claim
 
     def collect(self, claim: Claim) -> tuple[list[Claimed], list[Lease]]:
         """Return what a claim has brought, waiting for it, under leases that we hold.
@@ -134,19 +141,25 @@ class LeaseKeeper:
             PgnotifyError: what was leased all the same is released when the server is back.
         """
         claim.flight.expect()
-        with self._locked():
-            self._claims.note_all()
-            self._claims.discard(claim)
-        if claim.error is not None:
-            raise claim.error
+        try:
+            with self._locked():
+                self._claims.note_all()
+                self._claims.discard(claim)
+            if claim.error is not None:
+                raise claim.error
+        except BaseException:
+            claim.abandoned = True  # who was interrupted, or had no answer, does not come back
+            self.look_after()
+            self.hurry()
+            raise
         return claim.rows, claim.leases
 
     def hold(self, queue_name: str, rows: Iterable[Claimed], leased_at: float) -> list[Lease]:
         """Take responsibility for rows just claimed (asked for at monotonic `leased_at`)."""
         leases = [Lease(row, queue_name, leased_at) for row in rows]
-        with self._thread_lock:
-            self._leases.update((lease.fence, lease) for lease in leases)
-            self._start()
+        self._leases.update((lease.fence, lease) for lease in leases)
+        if leases:
+            self.look_after()
         return leases
 
     def holds(self, lease: Lease) -> bool:
@@ -268,11 +281,9 @@ class LeaseKeeper:
         return {fence.task_id for fence in held}
 
     def _settle_batch(self) -> None:
-        batch: list[Settlement] = []
-        while self._outbox and len(batch) < _CHUNK:
-            batch.append(self._outbox.popleft())
         kinds: Kinds = {}
-        for item in batch:
+        for _ in range(min(len(self._outbox), _CHUNK)):
+            item = self._outbox.popleft()
             kinds.setdefault((item.outcome, item.reason), []).append(item)
         try:
             self._teller.tell_all(kinds)
@@ -376,18 +387,9 @@ class LeaseKeeper:
 
     def _renew_due(self, now: float) -> None:
         due = [le for le in list(self._leases.values()) if now - le.renewed_at >= self._renew_after]
-        for start in range(0, len(due), _CHUNK):
-            chunk = due[start : start + _CHUNK]
-            asked_at = monotonic()
-            renewed = self._store.renew([lease.fence for lease in chunk], self._worker)
-            missed = [lease.fence for lease in chunk if lease.fence.task_id not in renewed]
-            locked = self._store.still_held(missed, self._worker)
-            for lease in chunk:
-                if lease.fence.task_id in renewed:
-                    lease.renewed_at = asked_at
-                elif lease.fence.task_id not in locked:
-                    self._leases.pop(lease.fence, None)
-                    log_lost(lease, "somebody else may run it too")
+        for lease in self._teller.renew(due):
+            self._leases.pop(lease.fence, None)
+            log_lost(lease, "somebody else may run it too")
 
     def _warn(self, exc: PgnotifyError) -> None:
         now = monotonic()

@@ -1,13 +1,15 @@
-"""Settling: tells the server how deliveries have ended."""
+"""Settling: tells the server how deliveries have ended, and which have not."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import TypeAlias
 
 from .aftermath import Aftermath
 from .errors import PgnotifyError, StatementFailed
-from .leases import Outcome, Settlement
+from .leases import Lease, Outcome, Settlement
 from .store import MessageStore
 
 logger = logging.getLogger(__name__)
@@ -16,8 +18,12 @@ logger = logging.getLogger(__name__)
 Kinds: TypeAlias = dict[tuple[Outcome, str], list[Settlement]]
 
 
+#: Leases renewed by one statement.
+_CHUNK = 1000
+
+
 class Teller:
-    """Carries out settlements, one statement for each kind.
+    """Carries out settlements, one statement for each kind, and renewals.
 
     Arguments:
         store: where the messages are.
@@ -49,6 +55,24 @@ class Teller:
                 failure = failure or exc
         if failure is not None:
             raise failure
+
+    def renew(self, leases: Sequence[Lease]) -> Iterator[Lease]:
+        """Renew `leases` and give those that are lost.
+
+        Raises:
+            PgnotifyError: not all were tried.
+        """
+        for start in range(0, len(leases), _CHUNK):
+            chunk = leases[start : start + _CHUNK]
+            asked_at = monotonic()
+            renewed = self._store.renew([lease.fence for lease in chunk], self._worker)
+            missed = [lease.fence for lease in chunk if lease.fence.task_id not in renewed]
+            locked = self._store.still_held(missed, self._worker)
+            for lease in chunk:
+                if lease.fence.task_id in renewed:
+                    lease.renewed_at = asked_at
+                elif lease.fence.task_id not in locked:
+                    yield lease
 
     def _tell(self, outcome: Outcome, reason: str, items: list[Settlement]) -> None:
         fences = [item.lease.fence for item in items]

@@ -213,7 +213,7 @@ def test_an_interrupted_claim_is_neither_lost_nor_kept(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "collect", interrupted)
+        patch.setattr(keeper._claims, "discard", interrupted)
         with pytest.raises(KeyboardInterrupt):
             drain(connection, lambda: len(got.messages) == 20)
     drain(connection, lambda: len(got.messages) == 20)
