@@ -12,10 +12,11 @@ from typing import Protocol, TypeAlias
 
 from .database import Database
 from .errors import DatabaseUnavailable
-from .messages import PUBLISHED, any_channel_of, lock_of, named_in
+from .messages import PUBLISHED, SEATS, any_channel_of, lock_of, named_in, seat_of
 from .session import Session
 from .sql import quote_identifier
 from .waker import Waker, wait_any
+from .wire import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,12 @@ LINGER = 5.0
 #: Seconds within which a consumer that was named has looked, or everybody is told.
 SEEN_WITHIN = 0.02
 
-#: Locks by which a connection says for which channels it waits; with more of them, one stands for
-#: all.  The server counts on 64 for each of its connections (max_locks_per_transaction).
+#: Channels for which a connection says by two locks each that it waits; with more of them, one
+#: lock stands for all.  The server counts on 64 a connection (max_locks_per_transaction).
 MOST_LOCKS = 8
+
+#: Seconds that a seat is remembered after it was given up: somebody may just be naming it.
+SEAT_REMEMBERED = 2.0
 
 
 class Subscriber(Protocol):
@@ -202,6 +206,16 @@ class Listener:
 _LOCK = "SELECT pg_catalog.pg_advisory_lock_shared({})"
 _UNLOCK = "SELECT pg_catalog.pg_advisory_unlock_shared({})"
 
+#: Takes a free seat of each of the channels with these locks; see there, too.
+_SIT_DOWN = """
+SELECT key, (SELECT seat
+             FROM (SELECT ({start} + n) % {seats} AS seat
+                   FROM pg_catalog.generate_series(0, {seats} - 1) AS n OFFSET 0) AS seats
+             WHERE pg_catalog.pg_try_advisory_lock(key + 1 + seat) LIMIT 1)
+FROM pg_catalog.unnest(ARRAY[{locks}]::bigint[]) AS key
+"""
+_STAND_UP = "SELECT pg_catalog.pg_advisory_unlock({})"
+
 
 class _Ear:
     """One LISTEN connection's life."""
@@ -215,10 +229,13 @@ class _Ear:
         self._heard: _Channels = {}
         self._awaited: _Channels = {}
         self._locks: frozenset[str] = frozenset()
+        # Of those channels, but for any; the same as before where it is free.
+        self._seats: dict[str, int] = {}
+        self._usual_seat = random.randrange(SEATS)
+        # Given up (channel, seat), and until when (monotonic) somebody may name it all the same.
+        self._former_seats: dict[tuple[str, int], float] = {}
         self._any_channel = any_channel_of(database.options.schema)
         self._announce = database.statements["announce"]
-        # Not libpq's: behind a pooler that is another one.
-        self._pid = int(session.script("SELECT pg_catalog.pg_backend_pid()")[0][0])
         # When (monotonic) those who were named are to have seen which channel, oldest first.
         self._due: dict[tuple[str, Subscriber | None], float] = {}
 
@@ -256,14 +273,20 @@ class _Ear:
         before = frozenset().union(*self._heard.values())
         after = frozenset().union(*wanted.values())
         locks = self._locks_for(frozenset().union(*waiting.values()) & after)
+        given_up = {name: seat for name, seat in self._seats.items() if name not in locks}
         commands = [
             *(f"LISTEN {quote_identifier(name)}" for name in sorted(after - before)),
             *(f"UNLISTEN {quote_identifier(name)}" for name in sorted(before - after)),
             *(_LOCK.format(lock_of(name)) for name in sorted(locks - self._locks)),
             *(_UNLOCK.format(lock_of(name)) for name in sorted(self._locks - locks)),
+            *(_STAND_UP.format(seat_of(*seat)) for seat in sorted(given_up.items())),
         ]
+        if new := locks - self._locks - {self._any_channel}:
+            keys = ", ".join(str(lock_of(name)) for name in sorted(new))
+            commands.append(_SIT_DOWN.format(start=self._usual_seat, seats=SEATS, locks=keys))
         if commands:
-            self._session.script("; ".join(commands))
+            rows = self._session.script("; ".join(commands))
+            self._note_seats(given_up, new, rows if new else [])
         told, self._awaited, self._locks = self._awaited, waiting, locks
         self._heard = wanted
         self._listener.now_heard(wanted)
@@ -275,6 +298,21 @@ class _Ear:
             if awaited := awaited - told.get(subscriber, frozenset()):
                 subscriber.awaited(awaited)
 
+    def _note_seats(self, given_up: dict[str, int], asked: frozenset[str], rows: Rows) -> None:
+        """Note which seats are ours now: `rows` of lock and seat, None where all were taken."""
+        now = monotonic()
+        former = {seat: until for seat, until in self._former_seats.items() if until > now}
+        self._former_seats = former | dict.fromkeys(given_up.items(), now + SEAT_REMEMBERED)
+        for name in given_up:
+            del self._seats[name]
+        names = {lock_of(name): name for name in asked}
+        self._seats.update((names[int(key)], int(seat)) for key, seat in rows if seat is not None)
+
+    def _has_seat(self, channel: str, seat: int) -> bool:
+        """True if it is ours, or was a moment ago."""
+        until = self._former_seats.get((channel, seat), -math.inf)
+        return self._seats.get(channel) == seat or until > monotonic()
+
     def _locks_for(self, waiting: frozenset[str]) -> frozenset[str]:
         return waiting if len(waiting) <= MOST_LOCKS else frozenset([self._any_channel])
 
@@ -282,15 +320,16 @@ class _Ear:
         """Tell the subscribers what was heard; True if there may be more by now."""
         for channel, payload in self._session.notifications():
             named = named_in(payload)
-            if named is not None and self._pid not in named:
+            ours = [self._has_seat(channel, seat) for seat in named or ()]
+            if named is not None and not any(ours):
                 continue
             hearers = [who for who, channels in self._heard.items() if channel in channels]
             for subscriber in hearers:
                 if named is None:
                     subscriber.notified(channel, payload)
                 else:
-                    subscriber.named(channel, reserve=self._pid != named[0])
-            if named is not None and self._pid == named[0]:
+                    subscriber.named(channel, reserve=not ours[0])
+            if named is not None and ours[0]:
                 # Where nobody is left who hears it, everybody else is to.
                 witnesses: list[Subscriber | None] = [*hearers] or [None]
                 for who in witnesses:
@@ -326,8 +365,9 @@ class _Ear:
             # Another of the URL's hosts may have taken over; publishers notify there.
             raise DatabaseUnavailable("the server has become read-only")
         missing = frozenset().union(*self._heard.values()) - set(names.split())
-        if missing or locks < len(self._locks):
+        expected = len(self._locks) + len(self._seats)
+        if missing or locks < expected:
             raise DatabaseUnavailable(
-                f"{len(missing)} LISTENs and {len(self._locks) - locks} locks are not in force any "
+                f"{len(missing)} LISTENs and {expected - locks} locks are not in force any "
                 "more: behind a pooler in transaction mode set the option notify to False"
             )

@@ -23,17 +23,21 @@ TOLD = 2
 #: All of them are told of several at once.
 ALL = 0
 
+#: Places that those who wait for one channel take, to be told by its number.  Who finds none is
+#: told when nobody else is there.
+SEATS = 16
+
 
 def named_in(payload: str) -> list[int] | None:
-    """Return the server processes that an announcement names; None: it is meant for all.
+    """Return the seats that an announcement names; None: it is meant for all.
 
     It is one of the statement announce_published.
     """
-    what, _, pids = payload.partition(" ")
-    if what != PUBLISHED or not pids:
+    what, _, seats = payload.partition(" ")
+    if what != PUBLISHED or not seats:
         return None
     try:
-        return [int(pid) for pid in pids.split(",")]
+        return [int(seat) for seat in seats.split(",")]
     except ValueError:
         return None
 
@@ -114,8 +118,17 @@ def exchange_channel_of(schema: str, exchange: str) -> str:
 
 @functools.lru_cache(REMEMBERED)
 def lock_of(channel: str) -> int:
-    """Return the number of the advisory lock that says that somebody waits for `channel`."""
-    return int.from_bytes(hashlib.sha224(channel.encode()).digest()[:8], "big", signed=True)
+    """Return the number of the advisory lock that says that somebody waits for `channel`.
+
+    Those of its seats come next (:func:`seat_of`).
+    """
+    digest = hashlib.sha224(channel.encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True) & ~0xFF
+
+
+def seat_of(channel: str, seat: int) -> int:
+    """Return the number of the advisory lock of who has this seat."""
+    return lock_of(channel) + 1 + seat
 
 
 def any_channel_of(schema: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from .messages import (
     ALL,
     PUBLISHED,
     RELEASED,
+    SEATS,
     TOLD,
     Claimed,
     Fence,
@@ -85,8 +87,7 @@ class MessageStore:
 
         A message that is not persistent goes nowhere (0) if nobody has declared the queue.
         """
-        params = (queue, *self._row(message), message.persistent)
-        call = (self._statements["publish"], params)
+        call = (self._statements["publish"], (queue, *self._row(message), message.persistent))
         hints = self._announcements([queue], PUBLISHED, TOLD)
         rows = self._database.run(call, hints=hints)[0]
         task_id, max_length = rows[0] if rows else (0, None)
@@ -387,13 +388,13 @@ class MessageStore:
         return self._statements[name], (*columns, *params)
 
     def _announcements(self, queues: Sequence[str], what: str, most: int = ALL) -> list[Call]:
-        """Announce after the commit, never inside: a commit that notifies holds a lock of the
-        whole cluster until its WAL is flushed."""
+        """After the commit, never inside: it would hold a lock of the cluster until flushed."""
         if not self._options.notify:
             return []
         channels = [channel_of(self._options.schema, queue) for queue in queues]
         if what != PUBLISHED:
             # Those who are busy must know, too: it lies below what they have passed.
             return [(self._statements["announce"], (channel, what)) for channel in channels]
-        statement, rest = self._statements["announce_published"], (self._any_lock, most)
+        statement = self._statements["announce_published"]
+        rest = (self._any_lock, most, random.randrange(SEATS), SEATS)
         return [(statement, (channel, what, lock_of(channel), *rest)) for channel in channels]

@@ -32,6 +32,9 @@ EVERY = 0.02
 #: Seconds until nothing of what has happened before can be heard any more.
 REST = 1.0
 
+#: Messages that an idle consumer takes at most, as a Celery worker of one process does.
+TAKEN = 4
+
 #: Seconds between two messages for idle consumers, at random.
 PAUSES = (0.02, 0.06)
 
@@ -131,7 +134,10 @@ def _consume(crowd: Crowd, place: int) -> None:
         crowd.counts[place] += 1
         message.ack()
 
-    with connect() as connection, connection.Consumer([durable_queue()], callbacks=[received]):
+    with (
+        connect() as connection,
+        connection.Consumer([durable_queue()], callbacks=[received], prefetch_count=TAKEN),
+    ):
         _drain(connection)
         crowd.meet()
         while not crowd.stopped.is_set():

@@ -135,24 +135,32 @@ SELECT envelope, payload FROM {schema}.broadcasts WHERE broadcast_id = $1;
 SELECT pg_notify($1, $2);
 
 -- name: announce_published
--- Tells listeners of channel $1 ($2: published) if anybody waits.  Who waits shares a lock: $3 for this
--- channel, and then up to $5 of them are named by their server processes to all who hear it (all are
--- meant if $5 is 0); or $4 for any, and then all are meant.  It runs after the commit of what was
--- published: who waits later looks later, and finds it.
+-- Tells listeners of channel $1 ($2: published) if anybody waits.  Who waits shares the lock $3 for this
+-- channel, or $4 for any, and has one of $7 seats, a lock of its own that comes after $3, unless all were
+-- taken.  Up to $5 of those with a seat are named by it, beginning with seat $6; if there are none, or
+-- $5 is 0, all are meant.  It runs after the commit of what was published: who waits later looks later,
+-- and finds it.
 SELECT pg_notify($1, $2 || told.whom)
-FROM (SELECT WHERE NOT (pg_try_advisory_xact_lock($3::bigint) AND pg_try_advisory_xact_lock($4::bigint))
-      OFFSET 0) AS somebody
-CROSS JOIN LATERAL (
-    SELECT CASE WHEN $5::int = 0 OR pg_catalog.bool_or(for_any) THEN ''
-                ELSE ' ' || pg_catalog.array_to_string(
-                    (pg_catalog.array_agg(pid ORDER BY pg_catalog.random()))[:$5::int], ',') END AS whom
-    FROM (SELECT pid, key = $4::bigint AS for_any
-          FROM (SELECT pid, (classid::bigint << 32) | objid::bigint AS key
-                FROM pg_catalog.pg_locks
-                WHERE locktype = 'advisory' AND objsubid = 1 AND mode = 'ShareLock' AND granted
-                  AND database = (SELECT oid FROM pg_catalog.pg_database
-                                  WHERE datname = current_database())) AS shared
-          WHERE key IN ($3::bigint, $4::bigint)) AS waiting
+FROM (
+    SELECT coalesce(
+        CASE WHEN $5::int > 0 THEN ' ' || nullif(pg_catalog.array_to_string(ARRAY(
+            SELECT seat
+            FROM (SELECT ($6::int + n) % $7::int AS seat
+                  FROM pg_catalog.generate_series(0, $7::int - 1) AS n OFFSET 0) AS seats
+            WHERE NOT pg_try_advisory_xact_lock_shared($3::bigint + 1 + seat)
+            LIMIT $5::int), ','), '') END,
+        -- It may be another publisher who has locked $3, to look as we do.
+        CASE WHEN EXISTS (
+            SELECT
+            FROM (SELECT (classid::bigint << 32) | objid::bigint AS key
+                  FROM pg_catalog.pg_locks
+                  WHERE locktype = 'advisory' AND objsubid = 1 AND mode = 'ShareLock' AND granted
+                    AND database = (SELECT oid FROM pg_catalog.pg_database
+                                    WHERE datname = current_database())) AS shared
+            WHERE key IN ($3::bigint, $4::bigint)) THEN '' END) AS whom
+    FROM (SELECT WHERE NOT (pg_try_advisory_xact_lock($3::bigint)
+                            AND pg_try_advisory_xact_lock($4::bigint)) OFFSET 0) AS somebody
+    OFFSET 0
 ) AS told
 WHERE told.whom IS NOT NULL;
 

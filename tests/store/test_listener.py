@@ -14,7 +14,7 @@ from helpers import wait_until
 from kombu_pgnotify import database as database_module, listener as listener_module
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.embedded import HOST, free_port
-from kombu_pgnotify.messages import any_channel_of, lock_of
+from kombu_pgnotify.messages import PUBLISHED, SEATS, any_channel_of, lock_of
 
 MakeBroker = Callable[..., Broker]
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -36,6 +36,13 @@ class Hearer:
     def notified(self, channel: str, payload: str) -> None:
         self.threads.add(threading.current_thread().name)
         self.events.append(("notified", channel, payload))
+
+    def named(self, channel: str, *, reserve: bool) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.events.append(("named", channel))
+
+    def unseen(self, channel: str) -> bool:
+        return False
 
     def resync(self, channels: frozenset[str]) -> None:
         self.threads.add(threading.current_thread().name)
@@ -371,17 +378,25 @@ def test_a_lost_listener_names_the_server_that_it_listens_to(
 
 
 LOCKS = (
-    "SELECT ((classid::bigint << 32) | objid::bigint) FROM pg_locks WHERE locktype = 'advisory'"
+    "SELECT mode, (classid::bigint << 32) | objid::bigint FROM pg_locks"
+    " WHERE locktype = 'advisory'"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
 
 
 @pytest.fixture
-def waited_for(sql: Sql) -> Callable[[], set[int]]:
+def waited_for(sql: Sql, broker: Broker) -> Callable[[], set[int]]:
     """A function that returns the numbers of the locks of those who wait."""
+    any_channel = lock_of(any_channel_of(broker.options.schema))
 
     def run() -> set[int]:
-        return {number for (number,) in sql(LOCKS)}
+        locks = sql(LOCKS)
+        shared = {number for mode, number in locks if mode == "ShareLock"}
+        seats = {number for mode, number in locks if mode == "ExclusiveLock"}
+        assert all(1 <= number & 0xFF <= SEATS for number in seats)
+        if {number & ~0xFF for number in seats} != shared - {any_channel}:
+            return {0}  # it is just sitting down
+        return shared
 
     return run
 
@@ -480,3 +495,33 @@ def test_lost_locks_are_noticed_by_the_health_check(
     monkeypatch.setattr(listener_module._Ear, "_check_health", losing)
     wait_until(lambda: hearer.resyncs() == 2)
     assert waited_for() == {lock_of("a")}
+
+
+SEATS_TAKEN = (
+    f"SELECT number & 255 FROM ({LOCKS}) AS locks (mode, number) WHERE mode = 'ExclusiveLock'"
+)
+
+
+def test_everybody_has_a_seat_and_the_rest_stand(
+    make_broker: Callable[..., Broker], sql: Sql
+) -> None:
+    brokers = [make_broker() for _ in range(SEATS + 1)]
+    for broker in brokers:
+        hearer = Hearer()
+        broker.listener.subscribe(hearer, ["a"], ["a"])
+        wait_until(hearer.resyncs)
+    assert sorted(sql(SEATS_TAKEN)) == [(seat + 1,) for seat in range(SEATS)]
+
+
+def test_who_is_named_by_the_seat_it_has_just_given_up_is_told(
+    broker: Broker, hearer: Hearer, sql: Sql
+) -> None:
+    broker.listener.subscribe(hearer, ["a"], ["a"])
+    wait_until(hearer.resyncs)
+    ((seat,),) = sql(SEATS_TAKEN)
+    broker.listener.subscribe(hearer, ["a"])
+    wait_until(lambda: not sql(SEATS_TAKEN))
+    sql("SELECT pg_notify('a', %s)", f"{PUBLISHED} {seat % SEATS}")
+    sql("SELECT pg_notify('a', %s)", f"{PUBLISHED} {seat - 1}")
+    wait_until(lambda: ("named", "a") in hearer.events)
+    assert hearer.events.count(("named", "a")) == 1, "of a seat that it never had"

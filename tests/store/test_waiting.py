@@ -17,7 +17,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kombu_pgnotify.broker import Broker
 from kombu_pgnotify.claims import ClaimCursor
-from kombu_pgnotify.messages import PUBLISHED, RELEASED, Outgoing, any_channel_of, lock_of
+from kombu_pgnotify.messages import (
+    PUBLISHED,
+    RELEASED,
+    SEATS,
+    TOLD,
+    Outgoing,
+    any_channel_of,
+    lock_of,
+)
 from kombu_pgnotify.session import Session
 
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -45,15 +53,15 @@ class Publisher:
         self._session.run((statement, (QUEUE, *row, True)))
 
     def tell(self) -> None:
-        self._session.run(*self._store._announcements([QUEUE], PUBLISHED))
+        self._session.run(*self._store._announcements([QUEUE], PUBLISHED, TOLD))
 
 
 class Consumer:
     """Says that it waits, and looks."""
 
-    def __init__(self, url: str, broker: Broker, name: str) -> None:
-        self.ear = Ear(url, QUEUE, waits=False, told=lambda: broker.store.size(QUEUE))
-        self._store, self._name = broker.store, name
+    def __init__(self, url: str, broker: Broker, number: int, seat: int | None) -> None:
+        self.ear = Ear(url, QUEUE, waits=False, seat=seat, told=lambda: broker.store.size(QUEUE))
+        self._store, self._name = broker.store, f"consumer {number}"
         self.waits = False
         self.got = 0
 
@@ -90,12 +98,12 @@ def cast(broker: Broker, database: str) -> Iterator[Callable[..., Any]]:
     """A function that makes publishers or consumers, each on a connection of its own."""
     ends: list[Any] = []
 
-    def make(kind: type) -> Any:
+    def make(kind: type, seat: int | None = None) -> Any:
         if kind is Publisher:
             session = broker.database.open()
             ends.append(session)
             return Publisher(session, broker)
-        consumer = Consumer(database, broker, f"consumer {len(ends)}")
+        consumer = Consumer(database, broker, len(ends), seat)
         ends.append(consumer.ear)
         return consumer
 
@@ -106,15 +114,17 @@ def cast(broker: Broker, database: str) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def crowd(cast: Callable[..., Any]) -> Crowd:
-    """As many publishers and consumers as an example may need."""
-    return [cast(Publisher) for _ in range(MOST)], [cast(Consumer) for _ in range(MOST)]
+    """As many publishers and consumers as an example may need; the last one has no seat."""
+    seats = [3, SEATS - 1, None]
+    return [cast(Publisher) for _ in range(MOST)], [cast(Consumer, seat) for seat in seats]
 
 
+@pytest.mark.parametrize("seat", [None, 0])
 @pytest.mark.parametrize("script", [CONSUMER, RELAPSING], ids=["idle", "relapsing"])
 def test_a_message_is_found_or_told_whatever_comes_first(
-    cast: Any, sql: Sql, script: tuple[str, ...]
+    cast: Any, sql: Sql, script: tuple[str, ...], seat: int | None
 ) -> None:
-    publisher, consumer = cast(Publisher), cast(Consumer)
+    publisher, consumer = cast(Publisher), cast(Consumer, seat)
     told = 0
     for order in interleavings(PUBLISHER, script):
         sql("TRUNCATE pgnotify.tasks")
@@ -164,6 +174,35 @@ def test_a_publisher_never_waits_for_somebody_elses_lock(
     sql("SELECT pg_advisory_lock(%s)", next(iter(consumer.ear.locks)))
     broker.store.publish(QUEUE, Outgoing("{}", b"x"))
     assert consumer.ear.heard() == [], "who holds it is none that waits"
+
+
+def test_of_those_with_a_seat_two_are_told_and_of_several_messages_all(
+    cast: Any, broker: Broker
+) -> None:
+    consumers = [cast(Consumer, seat) for seat in (0, 1, 7, SEATS - 1)]
+    for consumer in consumers:
+        consumer.wait()
+    told = set()
+    for _ in range(40):
+        broker.store.publish(QUEUE, Outgoing("{}", b"x"))
+        heard = [n for n, consumer in enumerate(consumers) if consumer.ear.heard()]
+        assert len(heard) == TOLD
+        told.update(heard)
+    assert told == {0, 1, 2, 3}, "always the same"
+    broker.store.publish_batch([("", QUEUE, Outgoing("{}", b"x"))] * 2)
+    assert all(consumer.ear.heard() for consumer in consumers)
+
+
+def test_who_has_no_seat_is_told_once_nobody_has_one(cast: Any, broker: Broker) -> None:
+    seated, standing = cast(Consumer, 5), cast(Consumer)
+    for consumer in (seated, standing):
+        consumer.wait()
+    broker.store.publish(QUEUE, Outgoing("{}", b"x"))
+    assert seated.ear.heard()
+    assert not standing.ear.heard()
+    seated.busy()
+    broker.store.publish(QUEUE, Outgoing("{}", b"x"))
+    assert standing.ear.heard()
 
 
 @settings(
