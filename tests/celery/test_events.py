@@ -21,6 +21,10 @@ OWN_QUEUES = (
 )
 
 
+#: Whether all who listen to events are told them directly by now.
+LIVE = "SELECT bool_and(live) FROM pgnotify.queues WHERE queue_name ~ '^celeryev'"
+
+
 class Ear:
     """A receiver of events, as monitors have it."""
 
@@ -77,6 +81,8 @@ def test_events_bigger_than_a_notification_come_whole_and_once(cluster: Cluster,
     cluster.worker(pool, concurrency=4, args=["-E"])
     words = [f"{n} {'x' * 20_000}" for n in range(30)]
     with listening(cluster) as ear:
+        # What is told before goes in rows, and nothing was too big for a notification.
+        ear.wait(lambda: cluster.sql(LIVE) == [(True,)])
         ids = [cluster.tasks.fail.delay(word).id for word in words]
         ear.wait(lambda: Counter(e["type"] for e in ear.events)["task-failed"] >= len(ids))
         # They are kept for a minute, for slower listeners.
