@@ -88,10 +88,10 @@ class Fetcher:
     ) -> list[Entry]:
         """Look at one queue for `taker`; return what is gone from it, else begin to claim.
 
+        What one queue's rows make the server refuse must not end the others' worker.
+
         Arguments:
             at_once: the caller collects the claim before it does anything else.
-
-        What one queue's rows make the server refuse must not end the others' worker.
         """
         try:
             now = monotonic()

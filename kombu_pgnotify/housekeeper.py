@@ -24,7 +24,7 @@ ROUND = 5.0
 #: … but not less than this, in seconds.
 SHORTEST_ROUND = 0.2
 
-#: Seconds between two sweeps by whoever comes first.
+#: Seconds between two sweeps by whoever comes first; who is alone comes every other round.
 SWEEP_EVERY = 5.0
 
 #: Seconds that a big message for live queues is kept for its readers.

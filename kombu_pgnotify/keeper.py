@@ -282,8 +282,7 @@ class LeaseKeeper:
 
     def _settle_batch(self) -> None:
         kinds: Kinds = {}
-        for _ in range(min(len(self._outbox), _CHUNK)):
-            item = self._outbox.popleft()
+        for item in self._outbox.take(_CHUNK):
             kinds.setdefault((item.outcome, item.reason), []).append(item)
         try:
             self._teller.tell_all(kinds)

@@ -87,6 +87,16 @@ class Outbox(deque[Settlement]):
             items.append(self.popleft())
         return items
 
+    def take(self, most: int) -> list[Settlement]:
+        """Take what is at the head; a signal handler may do so in the middle of it."""
+        items: list[Settlement] = []
+        try:
+            while len(items) < most:
+                items.append(self.popleft())
+        except IndexError:
+            pass  # it is empty now
+        return items
+
     def put_back(self, items: Iterable[Settlement]) -> None:
         """The server's answer never came: it may have carried them out or not."""
         self.extendleft(item.in_doubt() for item in reversed(list(items)))

@@ -206,7 +206,8 @@ class Listener:
 _LOCK = "SELECT pg_catalog.pg_advisory_lock_shared({})"
 _UNLOCK = "SELECT pg_catalog.pg_advisory_unlock_shared({})"
 
-#: Takes a free seat of each of the channels with these locks; see there, too.
+#: Takes a free seat of each of the channels with these locks, NULL where there is none; waits for
+#: nobody.  Literal, since it goes in one command with LISTEN, which takes no parameters.
 _SIT_DOWN = """
 SELECT key, (SELECT seat
              FROM (SELECT ({start} + n) % {seats} AS seat
@@ -229,8 +230,9 @@ class _Ear:
         self._heard: _Channels = {}
         self._awaited: _Channels = {}
         self._locks: frozenset[str] = frozenset()
-        # Of those channels, but for any; the same as before where it is free.
+        # By channel, for those of the locks but for any.
         self._seats: dict[str, int] = {}
+        # The same each time, where it is free: else we would soon have had all of them.
         self._usual_seat = random.randrange(SEATS)
         # Given up (channel, seat), and until when (monotonic) somebody may name it all the same.
         self._former_seats: dict[tuple[str, int], float] = {}
@@ -281,12 +283,12 @@ class _Ear:
             *(_UNLOCK.format(lock_of(name)) for name in sorted(self._locks - locks)),
             *(_STAND_UP.format(seat_of(*seat)) for seat in sorted(given_up.items())),
         ]
-        if new := locks - self._locks - {self._any_channel}:
-            keys = ", ".join(str(lock_of(name)) for name in sorted(new))
+        if unseated := locks - self._locks - {self._any_channel}:
+            keys = ", ".join(str(lock_of(name)) for name in sorted(unseated))
             commands.append(_SIT_DOWN.format(start=self._usual_seat, seats=SEATS, locks=keys))
         if commands:
             rows = self._session.script("; ".join(commands))
-            self._note_seats(given_up, new, rows if new else [])
+            self._note_seats(given_up, unseated, rows if unseated else [])
         told, self._awaited, self._locks = self._awaited, waiting, locks
         self._heard = wanted
         self._listener.now_heard(wanted)

@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 #: Deliveries that ended in the same way, for the same reason.
 Kinds: TypeAlias = dict[tuple[Outcome, str], list[Settlement]]
 
-
 #: Leases renewed by one statement.
 _CHUNK = 1000
 
