@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any
@@ -256,6 +257,11 @@ class Database:
             raise ConfigurationError(
                 "user, password or another parameter cannot be written in UTF-8"
             ) from None
+        except psycopg.Error as exc:
+            # psycopg leaves what took too long to the garbage collector, which may not come for
+            # hours: behind a network that recovers, the server would go on to serve it.
+            traceback.clear_frames(exc.__traceback__)
+            raise
         self._reached = True
         patience = options.statement_timeout + GRACE
         if not options.statement_timeout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -96,6 +97,24 @@ def test_a_row_locked_by_somebody_does_not_hold_an_acknowledgement_for_ever(
         with pytest.raises(DatabaseUnavailable, match="statement_timeout"):
             broker.store.acknowledge([Fence(row.task_id, row.delivery)])
     assert broker.store.acknowledge([Fence(row.task_id, row.delivery)]) == {row.task_id}
+
+
+def test_a_connection_that_took_too_long_is_closed_at_once(
+    make_broker: MakeBroker, proxy: Proxy, database_name: str
+) -> None:
+    """Else the server would serve it once the network recovers."""
+    broker = make_broker(proxy.url(database_name), connect_timeout=2)
+    before = proxy.connections
+    # In a process with nothing to do it does not come by.
+    gc.disable()
+    try:
+        proxy.freeze()
+        with pytest.raises(DatabaseUnavailable, match="timeout"):
+            broker.database.open()
+        proxy.thaw()
+        wait_until(lambda: proxy.connections == before)
+    finally:
+        gc.enable()
 
 
 def test_a_frozen_server_is_unavailable_within_our_patience(
