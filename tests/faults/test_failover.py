@@ -82,6 +82,8 @@ def test_a_promoted_replica_takes_over_with_all_messages(
     running.wait_bodies("a long task")
     loop.wait_bodies(*range(20))
     publisher(url, "later").publish("kept")
+    made = lambda: replica.run_sql("SELECT to_regclass('pgnotify.tasks')") != [(None,)]  # noqa: E731
+    wait_until(made, PATIENCE, "the table was not replicated")
     there = lambda: replica.run_sql("SELECT 1 FROM pgnotify.tasks WHERE task_name = 'later'")  # noqa: E731
     wait_until(there, PATIENCE, "it was not replicated")
     primary.embedded._end_process("fast")
